@@ -12,6 +12,7 @@ enum BwdBarrier {
   kStepBarrier = 1,     // both consumers wait until both have stored dS; staggered: the second waits for the first
   kDqFullBarrier = 2,   // + rank: the dQ warp waits for a full box, which the warpgroup releases
   kDqEmptyBarrier = 4,  // + rank: the warpgroup waits for an empty box, which the dQ warp releases
+  kTurnBarrier = 8,
   kOwnBarrier = 6,      // + rank: a consumer warpgroup synchronizes with itself; also in bwd_sm90_wide.cuh
 };
 constexpr int kDqThreads = kWarpgroup + 32;  // threads that meet at kDqFullBarrier and kDqEmptyBarrier

@@ -182,7 +182,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     HalfOfDq dq;
     start_last_dq(dq);
     start_dk(gradients);
-    if (rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
+    if (Config::kBlockM == 128 && rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
+    if (Config::kBlockM == 64) ptx::arrive_at_barrier<2 * kWarpgroup>(rank == 1 ? kStepBarrier : kTurnBarrier);
     wait_gemms<1>(dv, dq);
     if (this->leads()) shared.dout.barriers.release(at);
     if (last_dq_rows != kNone) end_last_dq(dq);
@@ -193,7 +194,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
     this->wait_rows(head, rows, cut);
-    if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
+    if (Config::kStaggered && Config::kBlockM == 128 && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
+    if (Config::kStaggered && Config::kBlockM == 64) ptx::sync_barrier<2 * kWarpgroup>(rank == 0 ? kStepBarrier : kTurnBarrier);
     Scores s, dp;
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
@@ -235,11 +237,14 @@ template <typename Config>
 __device__ void sum_keys(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int rank) {
   RingCursor<Config::kStages> at;
   uint32_t keys_parity = 0;
+  constexpr bool kTurns = Config::kStaggered && Config::kBlockM == 64;
+  if (kTurns && rank == 1) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
   for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
     Gradients<Config> gradients{{p, shared, block, rank, warp_id() * 16, at}, keys_parity};
     gradients.run();
     at = gradients.at;
   });
+  if (kTurns && rank == 0) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
 }
 
 }  // namespace flash::flash_attn
