@@ -3,10 +3,11 @@
     python -m benchmarks.counts . ../old flash_attn "flash_attn_bwd/1x16x16384x128/bf16"
     python -m benchmarks.counts . flash_attn "flash_attn_bwd/1x16x16384x128/bf16" --stalls bwd_sm90_kernel
 
-Unlike times, counts hardly depend on the card and the power that it may draw, so that they tell builds apart which
-differ by one per cent. Trees are as in `benchmarks.trees`; the clock is left as it is. With --stalls, also where the
-warps of a kernel wait: each run of its machine instructions up to one that orders or synchronizes, with its share of
-the samples and the four reasons that most of them gave. Long code that runs rarely is left out.
+Trees are as in `benchmarks.trees`. Where arithmetic limits a kernel, its cycles depend on the card and its power by one
+per cent, not by five as times do; the clock is left as it is. Caches are empty before each kernel. With --stalls, also
+where the warps of a kernel wait, by samples: its machine instructions are cut before those that wait for others, or
+multiply or move tiles, and each part that has half a per cent of the samples is printed, with the four reasons that
+most of its samples gave.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import collections
 import csv
 import fnmatch
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -29,22 +31,25 @@ COUNTS = {  # what is printed: metric, unit
     "shared memory": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", 1e6, "M wavefronts"),
     "bank conflicts": ("l1tex__data_bank_conflicts_pipe_lsu.sum", 1e6, "M"),
 }
-ORDERS = re.compile(r"\b(HGMMA|HMMA|WARPGROUP|BAR|SYNCS|DEPBAR|FENCE|MEMBAR|LDGDEPBAR|LDGSTS|STSM|LDSM)\b")
-LEAST_SHARE = 0.005  # of all samples, for a run of instructions to be printed
+CUTS = re.compile(  # before these instructions
+    r"\b(BAR|DEPBAR|ERRBAR|FENCE|HGMMA|HMMA|LDGDEPBAR|LDGSTS|LDSM|MEMBAR|STSM|SYNCS|UCGABAR_ARV|UCGABAR_WAIT|WARPGROUP)\b"
+)
+LEAST_SHARE = 0.005  # of all samples, for a part to be printed
 
 
 def work(family: str, name: str | None) -> None:
-    """Print the names of all cases; or make calls that warm up, and one of this library under the profiler."""
+    """Answer by the names of all cases; or call one case of this library, and once more under the profiler."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a benchmark prints is no answer
     here = str(pathlib.Path(__file__).parent)
     sys.path[:] = [path for path in sys.path if path != here]  # whose modules have names of packages, such as kernels
-    cases = {str(case): case for case in importlib.import_module(f"benchmarks.benchmark_{family}").cases("cuda")}
-    if name is None:
-        print(*cases, sep="\n")
-        return
     import torch
 
+    cases = {str(case): case for case in importlib.import_module(f"benchmarks.benchmark_{family}").cases("cuda")}
+    if name is None:
+        print(json.dumps(list(cases)), file=answers)
+        return
     call = cases[name].providers()["flash_attn"]
-    for _ in range(2):
+    for _ in range(2):  # the first compiles and chooses
         call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -53,14 +58,18 @@ def work(family: str, name: str | None) -> None:
     torch.cuda.profiler.stop()
 
 
-def ask(tree: pathlib.Path, profiler: list[str], *args: str) -> str:
-    """What `work` prints in a process that imports the tree's package, under a profiler unless that is empty."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree.absolute()), os.environ.get("PYTHONPATH", "")])}
-    command = [*profiler, sys.executable, __file__, "--worker", *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+def output_of(command: list[str], **options) -> str:
+    """What a command prints; ends the program with what it says if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def ask(tree: pathlib.Path, profiler: list[str], *args: str) -> str:
+    """What `work` prints in a process that imports the tree's package, under a profiler unless that is empty."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree.absolute()), os.environ.get("PYTHONPATH", "")])}
+    return output_of([*profiler, sys.executable, __file__, "--worker", *args], env=env)
 
 
 def rows_of(text: str, needed: str) -> list[dict[str, str]]:
@@ -73,79 +82,87 @@ def rows_of(text: str, needed: str) -> list[dict[str, str]]:
     return [dict(zip(header, line, strict=True)) for line in lines[start:] if len(line) == len(header)]
 
 
+def number(text: str) -> float:
+    """A number as ncu prints it; NaN for n/a."""
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return float("nan")
+
+
 def counts(tree: pathlib.Path, ncu: str, family: str, case: str) -> list[tuple[str, dict[str, float]]]:
     """For each kernel of a call, in order: its name, and the value of each of COUNTS."""
+    from benchmarks.kernels import short_name  # not in a worker, which has another tree's package
+
     metrics = ",".join(metric for metric, _, _ in COUNTS.values())
     profiler = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
     launches: dict[str, tuple[str, dict[str, float]]] = {}
     for row in rows_of(ask(tree, [*profiler, "--metrics", metrics], family, case), "Metric Value"):
         _, values = launches.setdefault(row["ID"], (row["Kernel Name"], {}))
-        values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+        values[row["Metric Name"]] = number(row["Metric Value"])
     return [
-        (short(kernel), {what: values[metric] / unit for what, (metric, unit, _) in COUNTS.items()})
+        (short_name(kernel), {what: values[metric] / unit for what, (metric, unit, _) in COUNTS.items()})
         for kernel, values in launches.values()
     ]
 
 
-def short(kernel: str) -> str:
-    """The name of a kernel without its namespaces, template arguments and parameters."""
-    return re.split(r"[<(]", kernel.removeprefix("void "))[0].split("::")[-1]
-
-
 def stalls(tree: pathlib.Path, ncu: str, family: str, case: str, kernel: str, report: pathlib.Path) -> list[str]:
-    """A line for each run of instructions of the kernel that has LEAST_SHARE of the samples."""
-    profiler = [ncu, "--clock-control", "none", "--profile-from-start", "off", "-k", f"regex:{kernel}", "-f", "-c", "1"]
-    ask(tree, [*profiler, "--section", "SourceCounters", "-o", str(report)], family, case)
-    page = [ncu, "-i", str(report), "--page", "source", "--csv"]
-    rows = rows_of(subprocess.run(page, capture_output=True, text=True, check=True).stdout, "# Samples")
-    reasons = [name for name in rows[0] if name.startswith("stall_") and "(" not in name]
-    total = sum(int(row["# Samples"]) for row in rows)
+    """A line for each part of the kernel's instructions that has LEAST_SHARE of the samples."""
+    report.unlink(missing_ok=True)
+    profiler = [ncu, "--clock-control", "none", "--profile-from-start", "off", "-k", f"regex:{kernel}", "-c", "1"]
+    said = ask(tree, [*profiler, "--section", "SourceCounters", "-o", str(report)], family, case)
+    if not report.is_file():
+        raise SystemExit(f"no kernel of {case} matches {kernel!r}; ncu has said:\n{said}")
+    rows = rows_of(output_of([ncu, "-i", str(report), "--page", "source", "--csv"]), "# Samples")
+    reasons = [name for name in rows[0] if name.startswith("stall_") and "(" not in name] if rows else []
+    samples = [int(number(row["# Samples"] or "0")) for row in rows]
+    if not reasons or not sum(samples):
+        raise SystemExit(f"ncu has no samples with reasons of {kernel!r}: see {report}")
     lines = []
-    for run in runs_of(rows):
-        share = sum(int(row["# Samples"]) for row in run) / total
-        waits = collections.Counter({name: sum(int(row[name] or 0) for row in run) for name in reasons})
-        most = ", ".join(f"{name.removeprefix('stall_')} {n / total:.1%}" for name, n in waits.most_common(4) if n > 0)
-        start, times = run[0]["Source"].strip()[:56], run[0]["Instructions Executed"]
+    for part in parts_of([row["Source"] for row in rows]):
+        share = sum(samples[i] for i in part) / sum(samples)
+        waits = collections.Counter({name: sum(number(rows[i][name] or "0") for i in part) for name in reasons})
+        most = [f"{name.removeprefix('stall_')} {n / sum(samples):.1%}" for name, n in waits.most_common(4) if n > 0]
+        first = rows[part[0]]
         if share >= LEAST_SHARE:
-            lines.append(f"{share:6.1%}  {len(run):4d} from {start:56}  x {times}: {most}")
+            start, times = first["Source"].strip()[:56], first["Instructions Executed"]
+            lines.append(f"{share:6.1%}  {len(part):4d} from {start:56}  x {times}: {', '.join(most)}")
     return lines
 
 
-def runs_of(rows: list[dict[str, str]]) -> list[list[dict[str, str]]]:
-    """The rows of instructions, cut before each that orders or synchronizes, if the one before it does not."""
-    runs: list[list[dict[str, str]]] = []
-    before = None
-    for row in rows:
-        orders = ORDERS.search(row["Source"])
-        if not runs or (orders and not before):
-            runs.append([])
-        runs[-1].append(row)
-        before = orders
-    return runs
+def parts_of(instructions: list[str]) -> list[range]:
+    """Cuts instructions before each of CUTS, unless the one before it is one of them as well."""
+    cut = [bool(CUTS.search(text)) for text in instructions]
+    starts = [i for i in range(len(cut)) if i == 0 or (cut[i] and not cut[i - 1])]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(cut)], strict=True)]
 
 
 def main() -> None:
     """Run what the command line asks for; print a line for each kernel."""
+    from benchmarks.trees import check_trees
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="+", type=pathlib.Path, metavar="TREE", help="one or more folders")
     parser.add_argument("family", help="a benchmark, such as flash_attn")
     parser.add_argument("cases", help="glob over op/case/dtype")
     parser.add_argument("--stalls", metavar="KERNEL", help="show where the first kernel of this name, a regex, waits")
     args = parser.parse_args()
+    check_trees(parser, args.trees, args.family)
     ncu = shutil.which("ncu")
     if ncu is None:
         parser.error("ncu, of CUDA's Nsight Compute, is not on the PATH")
-    of_all = [ask(tree, [], args.family).splitlines() for tree in args.trees]
+    of_all = [json.loads(ask(tree, [], args.family)) for tree in args.trees]
     chosen = [name for name in fnmatch.filter(of_all[0], args.cases) if all(name in names for names in of_all)]
     if not chosen:
         raise SystemExit(f"no case that all trees have matches {args.cases!r}")
     for case in chosen:
-        for tree in args.trees:
+        for i, tree in enumerate(args.trees):
             for kernel, values in counts(tree, ncu, args.family, case):
                 texts = [f"{what} {values[what]:.4g} {unit}" for what, (_, _, unit) in COUNTS.items()]
                 print(f"{case} {tree} {kernel}: {', '.join(texts)}", flush=True)
             if args.stalls:
-                report = pathlib.Path(f"stalls_{tree.absolute().name}.ncu-rep").absolute()
+                in_name = re.sub(r"[^\w.-]+", "_", case)
+                report = pathlib.Path(f"stalls_{i}_{in_name}.ncu-rep").absolute()
                 print(*stalls(tree, ncu, args.family, case, args.stalls, report), f"report: {report}", sep="\n")
 
 

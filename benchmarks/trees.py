@@ -61,6 +61,13 @@ def work(family: str, device: str, seconds: float) -> None:
         print(json.dumps([times] if name else list(cases)), file=answers, flush=True)
 
 
+def check_trees(parser: argparse.ArgumentParser, trees: list[pathlib.Path], family: str) -> None:
+    """End the program with a message unless all folders have that benchmark."""
+    for tree in trees:
+        if not (tree / "benchmarks" / f"benchmark_{family}.py").is_file():
+            parser.error(f"TREE: must have benchmarks/benchmark_{family}.py, found {tree}")
+
+
 def main() -> None:
     """Run what the command line asks for; print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,9 +79,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--csv", type=pathlib.Path, help="write all medians to this file, too")
     args = parser.parse_args()
-    for tree in args.trees:
-        if not (tree / "benchmarks" / f"benchmark_{args.family}.py").is_file():
-            parser.error(f"TREE: must have benchmarks/benchmark_{args.family}.py, found {tree}")
+    check_trees(parser, args.trees, args.family)
     workers = [Worker(tree.absolute(), args.family, args.device, args.seconds) for tree in args.trees]
     first, *others = (worker.ask("") for worker in workers)
     chosen = [name for name in first if fnmatch.fnmatch(name, args.cases) and all(name in other for other in others)]

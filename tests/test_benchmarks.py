@@ -320,43 +320,93 @@ def test_trees_take_turns(tmp_path, monkeypatch, capsys):
 
 
 PROFILER = """#!{python}
-import sys
-if "--metrics" in sys.argv:
+import pathlib, sys
+args = sys.argv[1:]
+if "-i" in args:
+    assert pathlib.Path(args[args.index("-i") + 1]).is_file() and args[-3:] == ["--page", "source", "--csv"]
+    print('"Kernel Name","void f(g)",')
+    print('"Source","# Samples","Instructions Executed","Address Space",', end="")
+    print('"stall_wait","stall_mio","stall_wait (Not Issued)",')
+    for line in ["MOV R1, R2", "FADD R1, R2", "BAR.SYNC 0x1", "DEPBAR", "MOV R3, R4", "@P0 HGMMA R5", "EXIT"]:
+        print(f'"{{line}}","{{0 if line == "EXIT" else 1 if "HGMMA" in line else 99}}","8","-","30","20","9",')
+    sys.exit()
+for option in (["--clock-control", "none"], ["--profile-from-start", "off"]):
+    assert option[1] == args[args.index(option[0]) + 1]
+assert args[-3:-1] == ["--worker", "rotary"]
+if "--metrics" in args:
     print("==PROF== Connected")
     print('"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"')
-    names = sys.argv[sys.argv.index("--metrics") + 1].split(",")
+    assert args[args.index("--print-units") + 1] == "base"
+    names = args[args.index("--metrics") + 1].split(",")
     for i, kernel in enumerate(["void a::b::main_kernel<c<(int)2>>(d)", "finish(e)"]):
         for name in names:
-            print(f'"{{i}}","{{kernel}}","{{name}}","unit","{{i + 1}},500,000"')
-elif "-i" in sys.argv:
-    print('"Kernel Name","void f(g)"')
-    print('"Source","# Samples","Instructions Executed","stall_wait","stall_mio","stall_wait (Not Issued)"')
-    for line in ["MOV R1, R2", "FADD R1, R2", "BAR.SYNC 0x1", "EXIT"]:
-        print(f'"{{line}}","{{0 if line == "EXIT" else 50}}","8","30","20","9"')
+            print(f'"{{i}}","{{kernel}}","{{name}}","unit",' + ('"n/a"' if "dram" in name else f'"{{i + 1}},500,000"'))
+elif args[args.index("-k") + 1] == "regex:main":
+    assert args[args.index("-c") + 1] == "1"
+    pathlib.Path(args[args.index("-o") + 1]).touch()
+else:
+    print("==WARNING== No kernels were profiled.")
 """
 
 
-def test_counts_of_two_trees_and_stalls(tmp_path, monkeypatch, capsys):
-    """With a profiler that prints what ncu does, for two kernels: nothing runs under it."""
+@pytest.fixture
+def fake_ncu(tmp_path, monkeypatch):
+    """A profiler that prints what ncu does, for two kernels: nothing runs under it."""
     (tmp_path / "ncu").write_text(PROFILER.format(python=sys.executable))
     (tmp_path / "ncu").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+
+
+def test_counts_of_two_trees_and_stalls(fake_ncu, tmp_path, monkeypatch, capsys):
     root, case = str(RESULTS.parents[1]), "rotary_fwd/64x1x32x128x128 halves/bf16"
     monkeypatch.setattr(sys, "argv", ["", root, root, "rotary", case, "--stalls", "main"])
     counts.main()
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"{case} {root} main_kernel: cycles 1.5 M, instructions 1.5 M, L2 0.0015 GB")
+    assert said[0].startswith(
+        f"{case} {root} a::b::main_kernel: cycles 1.5 M, instructions 1.5 M, L2 0.0015 GB, DRAM nan"
+    )
     assert said[1].startswith(f"{case} {root} finish: cycles 2.5 M")
-    before, after = said[2:4]
-    assert re.fullmatch(r" 66.7%     2 from MOV R1, R2 +  x 8: wait 40.0%, mio 26.7%", before)
-    assert re.fullmatch(r" 33.3%     2 from BAR.SYNC 0x1 +  x 8: wait 40.0%, mio 26.7%", after)
-    assert said[5:] == said[:5] and said[4].startswith("report: ")
+    before, after, report = said[2:5]  # a part with 1 of 496 samples is left out
+    assert re.fullmatch(r" 39.9%     2 from MOV R1, R2 +  x 8: wait 12.1%, mio 8.1%", before)
+    assert re.fullmatch(r" 59.9%     3 from BAR.SYNC 0x1 +  x 8: wait 18.1%, mio 12.1%", after)
+    assert report == f"report: {tmp_path}/stalls_0_rotary_fwd_64x1x32x128x128_halves_bf16.ncu-rep"
+    assert said[5:9] == said[:4] and said[9] == report.replace("stalls_0", "stalls_1") and len(said) == 10
 
+    monkeypatch.setattr(sys, "argv", ["", root, "rotary", case, "--stalls", "other"])
+    with pytest.raises(SystemExit, match=r"no kernel of rotary_fwd.* matches 'other'(.|\n)*No kernels were profiled"):
+        counts.main()
+
+
+def test_counts_of_what_is_not_there(fake_ncu, tmp_path, monkeypatch, capsys):
+    root = str(RESULTS.parents[1])
     monkeypatch.setattr(sys, "argv", ["", root, "rotary", "nothing"])
     with pytest.raises(SystemExit, match="no case that all trees have matches 'nothing'"):
         counts.main()
+    for args, expected in (
+        ([str(tmp_path), "rotary", "*"], "TREE: must have benchmarks/benchmark_rotary.py, found"),
+        ([root, "rotari", "*"], "TREE: must have benchmarks/benchmark_rotari.py, found"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["", *args])
+        with pytest.raises(SystemExit):
+            counts.main()
+        assert expected in capsys.readouterr().err
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", ["", root, "rotary", "*"])
     with pytest.raises(SystemExit):
         counts.main()
     assert "ncu, of CUDA's Nsight Compute, is not on the PATH" in capsys.readouterr().err
+
+
+def test_one_call_is_counted(monkeypatch):
+    """Those that warm up are not, and the profiler stops when the GPU is done."""
+    events = []
+    case = harness.Case("op", "case", "bf16", lambda: {"flash_attn": lambda: events.append("call")})
+    module = types.SimpleNamespace(cases=lambda device: [case])
+    monkeypatch.setitem(sys.modules, "benchmarks.benchmark_stub", module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    for where, name in ((torch.cuda, "synchronize"), (torch.cuda.profiler, "start"), (torch.cuda.profiler, "stop")):
+        monkeypatch.setattr(where, name, functools.partial(events.append, name))
+    counts.work("stub", str(case))
+    assert events == ["call", "call", "synchronize", "start", "call", "synchronize", "stop"]

@@ -39,7 +39,6 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
   const int64_t sequences = packed ? cu_seqlens->numel() - 1 : batch;
   if (seqlen_offsets) check_offsets(*seqlen_offsets, sequences, x);
   const int64_t seqlen = x.size(-3), heads = x.size(-2), head_dim = x.size(-1);
-  narrow_size(batch * seqlen * heads, "the number of heads of all tokens");
   STD_TORCH_CHECK(cos.dim() == 2 && 2 * cos.size(1) <= head_dim,
                   "cos must have shape (positions, rotary_dim / 2) with rotary_dim at most ", head_dim, ", found ",
                   shape_string(cos.sizes()));
@@ -54,6 +53,7 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
   const Tensor cos_rows = with_adjacent_columns(cos), sin_rows = with_adjacent_columns(sin);
   const auto starts = as_contiguous(cu_seqlens), offsets = as_contiguous(seqlen_offsets);
   const rotary::Params params{
+      .rows = narrow_size(batch * seqlen * heads, "the number of heads of all tokens of x"),
       .x = ref(x),
       .out = target,
       .dtype = dtype_of(x, "x"),

@@ -15,9 +15,8 @@ struct Units {
 };
 
 struct Params {
-  int rows = 0;        // heads of all tokens; set by run_apply, like the next three
-  Divisor head = {};   // heads per token
-  Divisor entry = {};  // tokens per batch entry
+  int rows;                                                // heads of all tokens
+  Divisor heads_of_a_token = {}, tokens_of_an_entry = {};  // set by run_apply, like units
   Units units = {};
 
   TensorRef<const void> x;  // (batch, seqlen, heads, head_dim); packed sequences: (1, tokens, heads, head_dim)

@@ -102,10 +102,9 @@ __device__ void load_entries(float* entries, const Table* table) {
   constexpr int kStep = sizeof(Table) * kSize <= 16 ? kSize : 16 / sizeof(Table);
 #pragma unroll
   for (int i = 0; i < kSize; i += kStep) {
-    float wide[kStep];
-    widen(wide, load<kStep>(table + i));
+    const auto vec = load<kStep>(table + i);
 #pragma unroll
-    for (int j = 0; j < kStep; ++j) entries[i + j] = wide[j];
+    for (int j = 0; j < kStep; ++j) entries[i + j] = static_cast<float>(vec[j]);
   }
 }
 
@@ -129,17 +128,21 @@ __device__ void load_angles(Angles<Config::kVec>& angles, const Params& p, uint3
 }
 
 // Loads the angles of a unit. The type of the tables is a branch at run time, since tables are a small part of the
-// traffic.
+// traffic: heads of a token find them in the L1 cache.
 template <typename Config>
 __device__ Angles<Config::kVec> load_angles(const Params& p, uint32_t position, uint32_t unit,
                                             const Channels& channels) {
   Angles<Config::kVec> angles;
-  if (p.table_dtype == DType::kFloat32) {
-    load_angles<Config, float>(angles, p, position, unit, channels);
-  } else if (p.table_dtype == DType::kFloat16) {
-    load_angles<Config, __half>(angles, p, position, unit, channels);
-  } else {
-    load_angles<Config, __nv_bfloat16>(angles, p, position, unit, channels);
+  switch (p.table_dtype) {
+    case DType::kFloat32:
+      load_angles<Config, float>(angles, p, position, unit, channels);
+      break;
+    case DType::kFloat16:
+      load_angles<Config, __half>(angles, p, position, unit, channels);
+      break;
+    case DType::kBFloat16:
+      load_angles<Config, __nv_bfloat16>(angles, p, position, unit, channels);
+      break;
   }
 #pragma unroll
   for (float& sin : angles.sin) sin = p.conjugate ? -sin : sin;
@@ -170,8 +173,8 @@ __global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_co
   if (unit >= p.units.all || row >= p.rows) return;
 
   // Unsigned, because products with 64-bit strides then take fewer instructions.
-  const uint32_t token = p.head.divide(row), head = p.head.remainder(row, token);
-  const uint32_t entry = p.entry.divide(token), index = p.entry.remainder(token, entry);
+  const uint32_t token = p.heads_of_a_token.divide(row), head = p.heads_of_a_token.remainder(row, token);
+  const uint32_t entry = p.tokens_of_an_entry.divide(token), index = p.tokens_of_an_entry.remainder(token, entry);
   const auto [low, high] = channels_of<Config>(p, unit);
   const bool has_high = high < static_cast<uint32_t>(p.head_dim);
   // Only channels that are loaded one by one may lie apart.
@@ -198,10 +201,9 @@ void run_apply(Params p, cudaStream_t stream) {
   constexpr int kThreads = Config::kThreads;
   p.units = units_of<Config>(p);
   const int units = static_cast<int>(p.units.all);
-  p.rows = p.batch * p.seqlen * p.heads;
   if (units == 0 || p.rows == 0) return;
-  p.head = Divisor(p.heads);
-  p.entry = Divisor(p.seqlen);
+  p.heads_of_a_token = Divisor(p.heads);
+  p.tokens_of_an_entry = Divisor(p.seqlen);
   const int unit_slots = std::min(units, kThreads);
   const int row_slots = kThreads / unit_slots;
   const LaunchShape shape{.grid = dim3(ceil_div(p.rows, row_slots), ceil_div(units, unit_slots)),

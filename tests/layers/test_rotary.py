@@ -87,7 +87,7 @@ class Case:
     def offsets(self):
         """The position at which each sequence starts."""
         if self.offset == "past":
-            return [(-3, self.rows - 2, 2**31 - 2)[n % 3] for n in range(self.sequences)]
+            return [(-3, self.rows - 2, 2**31 - 2, -(2**32))[n % 4] for n in range(self.sequences)]
         return [{"0": 0, "int": 7}.get(self.offset, 5 * n % 9) for n in range(self.sequences)]
 
     def arguments(self, device):
@@ -805,6 +805,14 @@ def test_long_dimensions(shape, inplace, device):
     (x, _), tables = case.draw(device), case.tables(device)
     expected = rotary_ops.reference.rotary(x, *tables, None, 0, None, False, False)
     torch.testing.assert_close(apply_rotary_emb(x, *tables, inplace=inplace), expected)
+
+
+@pytest.mark.cuda
+def test_more_heads_than_the_kernel_counts(device):
+    x = torch.zeros(1, 1, 1, 2, device=device).expand(2**15, 2**15, 1, 2)
+    table = torch.zeros(1, 1, device=device)
+    with pytest.raises(RuntimeError, match="number of heads of all tokens of x is too large: 1073741824"):
+        rotary_ops.rotary_.default(x, table, table, None, 0, None, False, False)
 
 
 @pytest.mark.cuda

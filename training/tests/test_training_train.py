@@ -84,7 +84,7 @@ with only_run_in(sys.argv[1], "dirpath"):
 """
 
 
-def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
     command = [sys.executable, "-c", IN_THE_FOLDER, str(tmp_path)]
     folder, link = pathlib.Path(train.__file__).parents[1], tmp_path / "link"
     link.symlink_to(tmp_path)
@@ -94,15 +94,27 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
             expected = f"callbacks.model_checkpoint.dirpath must be a folder of one run at a time, found {path},"
             with pytest.raises(ValueError, match=expected), train.checkpoint_folder(config_with(path)):
                 pass
-        for variable in folders.RANKS:  # not the first process of a run
-            with monkeypatch.context() as other_process:
-                other_process.setenv(variable, "1")
-                with train.checkpoint_folder(config_with(tmp_path)):
-                    pass
         other.kill()
         other.wait()
         with train.checkpoint_folder(config_with(tmp_path)):
             pass
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_first"),
+    [({}, True), ({"NODE_RANK": "0"}, True), ({"NODE_RANK": "1"}, False), ({"OMPI_COMM_WORLD_RANK": "0"}, True),
+     ({"OMPI_COMM_WORLD_RANK": "1"}, False), ({"PMI_RANK": "3"}, False), ({"PMIX_RANK": "1"}, False),
+     ({"MV2_COMM_WORLD_RANK": "2"}, False), ({"PMI_RANK": "1", "RANK": "0"}, True)],
+)  # fmt: skip
+def test_the_first_process_of_a_run_locks_its_folder(variables, is_first, tmp_path, monkeypatch):
+    """RANK=0 beside another number: torchrun, which mpirun has started on each machine."""
+    for name in ("NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "run"
+    with folders.only_run_in(str(folder), "dirpath"):
+        assert (tmp_path / ".run.lock").exists() == is_first
 
 
 def test_nothing_to_resume(tmp_path, caplog):

@@ -32,8 +32,8 @@ def check_writable(folder: str, key: str, variable: str) -> None:
         ) from None
 
 
-# Where a launcher tells a process its number among all, beside those that Lightning reads; NODE_RANK, among machines.
-RANKS = ("NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+# Variables in which mpirun tells a process its number. Lightning does not read them before its trainer is made.
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def only_run_in(folder: str, key: str) -> Iterator[None]:
 
     Raises ValueError if another run is in such a block.
     """
-    if rank_zero_only.rank != 0 or any(os.environ.get(name, "0") != "0" for name in RANKS):
+    if not _is_first_process():
         yield
         return
     path = pathlib.Path(folder).resolve()
@@ -65,6 +65,11 @@ def only_run_in(folder: str, key: str) -> Iterator[None]:
         except OSError:
             pass
         yield
+
+
+def _is_first_process():
+    names = ["NODE_RANK"] if "RANK" in os.environ else ["NODE_RANK", *MPI_RANKS]  # RANK: torchrun's, of all processes
+    return rank_zero_only.rank == 0 and all(os.environ.get(name, "0") == "0" for name in names)
 
 
 class RunFolderIsWritable(Callback):
