@@ -187,6 +187,9 @@ struct Consumer {
   // between the two products, that would delay the second. Keeping Q in registers gains hardly anything.
   template <bool kCut>
   __device__ void step(const Work& work, int n, bool is_last) {
+    if constexpr (Config::kPlain && !Config::kBiased && Config::kParts == 1 && !Config::kRarelyRescales) {
+      return step_between<kCut>(work, n, is_last);
+    }
     Scores<Config> s;
     float shrink[s.kLaneRows];
     await_turn();
@@ -224,6 +227,45 @@ struct Consumer {
     drop<Config>(s, p, work.tile, warp_row, n);
     probabilities = pack<T>(s);
     if (grown) o.scale_rows(shrink);
+  }
+
+  // A warp is held in the issue of a product while four of its products wait, so P V is issued in three parts, and the
+  // softmax begins as soon as Q K^T has ended.
+  template <bool kCut>
+  __device__ void step_between(const Work& work, int n, bool is_last) {
+    constexpr int kSteps = Config::kKeys / 16, kFirst = 4, kSecond = (kSteps + kFirst + 1) / 2;
+    Scores<Config> s;
+    float shrink[s.kLaneRows];
+    await_turn();
+    fence(o, probabilities);
+    start_scores(s);
+    shared.v_ring.wait_full(v_at);
+    fence(o, probabilities);
+    const auto v = along_rows(shared.v[v_at.stage]);
+    start_steps<0, kFirst>(o, probabilities, v, has_output);
+    ptx::wgmma_commit();
+    has_output = true;
+    BlockBias<Config> bias(p.problem, work, warp_row, n);
+    wait_gemms<1>(s);
+    release_keys();
+    if (Config::kQueryStages == 1 && is_last) release_queries();
+    make_scores<Config>(s, bias, p, work, warp_row, n, kCut);
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
+    start_steps<kFirst, kSecond>(o, probabilities, v, true);
+    softmax.exponentiate(s, 0);
+    pin(s);
+    start_steps<kSecond, kSteps>(o, probabilities, v, true);
+    ptx::wgmma_commit();
+    pass_turn();
+    if (!is_last) shared.k_ring.wait_full(k_at);
+    softmax.exponentiate(s, 1);
+    pin(s);
+    wait_gemms<0>(o);
+    release(shared.v_ring, v_at);
+    drop<Config>(s, p, work.tile, warp_row, n);
+    probabilities = pack<T>(s);
+    o.scale_rows(shrink);
   }
 
   // Stores O row by row to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.

@@ -94,27 +94,40 @@ struct Descriptors<AlongRows<Tile, 1>> {
   __device__ uint64_t at(int step) const { return origin.after(Tile::distance(16 * step, 0)); }
 };
 
-// Starts c = left right, or c += left right if `accumulate`, as one group. kDepth: the length of the contraction.
-template <int kDepth, int kCols, typename Left, typename Right>
-__device__ void start_gemm(Fragment<16, kCols>& c, const Left& left, const Right& right, bool accumulate) {
+// Starts the steps kFirst .. kLast - 1 of c = left right, or of c += left right if `accumulate`, each of which contracts
+// 16 elements. They belong to the next group that is committed.
+template <int kFirst, int kLast, int kCols, typename Left, typename Right>
+__device__ void start_steps(Fragment<16, kCols>& c, const Left& left, const Right& right, bool accumulate) {
   const Descriptors<Left> a(left);
   const Descriptors<Right> b(right);
 #pragma unroll
-  for (int step = 0; step < kDepth / 16; ++step) {
+  for (int step = kFirst; step < kLast; ++step) {
     ptx::wgmma<typename Left::T, a.kAlongRows, b.kAlongRows>(c.values[0], a.at(step), b.at(step),
                                                              accumulate || step > 0);
   }
+}
+
+// Starts c = left right, or c += left right if `accumulate`, as one group. kDepth: the length of the contraction.
+template <int kDepth, int kCols, typename Left, typename Right>
+__device__ void start_gemm(Fragment<16, kCols>& c, const Left& left, const Right& right, bool accumulate) {
+  start_steps<0, kDepth / 16>(c, left, right, accumulate);
   ptx::wgmma_commit();
+}
+
+template <int kFirst, int kLast, int kCols, typename T, int kDepth, typename Right>
+__device__ void start_steps(Fragment<16, kCols>& c, const PackedFragment<T, 16, kDepth>& left, const Right& right,
+                            bool accumulate) {
+  const Descriptors<Right> b(right);
+#pragma unroll
+  for (int step = kFirst; step < kLast; ++step) {
+    ptx::wgmma<T, b.kAlongRows>(c.values[0], left.values[0][step], b.at(step), accumulate || step > 0);
+  }
 }
 
 template <int kDepth, int kCols, typename T, typename Right>
 __device__ void start_gemm(Fragment<16, kCols>& c, const PackedFragment<T, 16, kDepth>& left, const Right& right,
                            bool accumulate) {
-  const Descriptors<Right> b(right);
-#pragma unroll
-  for (int step = 0; step < kDepth / 16; ++step) {
-    ptx::wgmma<T, b.kAlongRows>(c.values[0], left.values[0][step], b.at(step), accumulate || step > 0);
-  }
+  start_steps<0, kDepth / 16>(c, left, right, accumulate);
   ptx::wgmma_commit();
 }
 
