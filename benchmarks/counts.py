@@ -59,7 +59,7 @@ def work(family: str, name: str | None) -> None:
 
 
 def output_of(command: list[str], **options) -> str:
-    """What a command prints; ends the program with what it says if it fails."""
+    """Return what a command prints. If the command fails, end the program and show what it said."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -67,7 +67,10 @@ def output_of(command: list[str], **options) -> str:
 
 
 def ask(tree: pathlib.Path, profiler: list[str], *args: str) -> str:
-    """What `work` prints in a process that imports the tree's package, under a profiler unless that is empty."""
+    """Run `work` in a process that imports the tree's package, and return what it prints.
+
+    profiler: the command and options that come before Python's; none if empty.
+    """
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree.absolute()), os.environ.get("PYTHONPATH", "")])}
     return output_of([*profiler, sys.executable, __file__, "--worker", *args], env=env)
 

@@ -399,7 +399,7 @@ def test_counts_of_what_is_not_there(fake_ncu, tmp_path, monkeypatch, capsys):
 
 
 def test_one_call_is_counted(monkeypatch):
-    """Those that warm up are not, and the profiler stops when the GPU is done."""
+    """The profiler starts after two calls that warm up, and stops once the GPU has done the third."""
     events = []
     case = harness.Case("op", "case", "bf16", lambda: {"flash_attn": lambda: events.append("call")})
     module = types.SimpleNamespace(cases=lambda device: [case])

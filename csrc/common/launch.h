@@ -15,6 +15,8 @@
 
 namespace flash {
 
+constexpr int kMaxBlockZ = 64;  // CUDA's limit for blockDim.z
+
 struct LaunchShape {
   dim3 grid;
   dim3 block;
