@@ -81,6 +81,7 @@ def _available(config):
         "cuda": on_cuda,
         "sm90": on_cuda and torch.cuda.get_device_capability() == (9, 0),
         "multi_gpu": on_cuda and torch.cuda.device_count() >= 2,
+        "four_gpus": on_cuda and torch.cuda.device_count() >= 4,
         "slow": asks_for_slow(config.option.markexpr),
     }
 

@@ -8,7 +8,9 @@ transformers  the harness with the model of transformers, SDPA and torch.compile
 
 The command line names cases by the number of GPUs and a name. With several GPUs, "apart" is as many independent runs at
 once, one on each, and `scaling` is the tokens per second divided by those of these runs together: what working together
-costs. Providers run one after the other. The clock runs from the end of one optimizer step to the end of a later one,
+costs. There the harness runs as its configuration has it, and with other choices of what is sent: "bf16 gradients", and
+with FSDP2 "gathered twice", for the forward and again for the backward (ZeRO-3). Providers run one after the other. The
+clock runs from the end of one optimizer step to the end of a later one,
 at both of which the host waits for the GPU.
 
     python -m benchmarks.benchmark_training                           # all cases that the GPUs here allow
@@ -50,7 +52,7 @@ class Case:
     batch: int  # sequences of a step on one device
     overrides: tuple[str, ...]
     transformers: tuple[str, ...] = ()  # in place of the experiment of the first override; none if empty
-    strategy: str = "trainer.strategy=null"
+    together: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # how several GPUs work: overrides
 
     def __str__(self):
         return f"{self.devices}/{self.name}"
@@ -59,7 +61,7 @@ class Case:
         """{provider: overrides}"""
         alone = (*self.overrides, "trainer.strategy=null")
         if self.devices > 1:
-            return {"apart": alone, "harness": (*self.overrides, self.strategy)}
+            return {"apart": alone} | {name: (*self.overrides, *how) for name, how in self.together.items()}
         found = {"harness": alone, "bare": (*alone, f"trainer._target_={__spec__.name}.BareLoop")}
         if self.transformers:
             found["transformers"] = (*self.transformers, *alone[1:], "train.compile=true")
@@ -68,6 +70,15 @@ class Case:
 
 _SMALL = ("experiment=owt/gpt2s-flash", "trainer.precision=bf16")
 _MEDIUM = ("experiment=owt/gpt2m-flash", "trainer.precision=bf16")
+_DDP = {
+    "harness": ("strategy=ddp",),
+    "bf16 gradients": ("strategy=ddp", "trainer.strategy.ddp_comm_hook=bfloat16_compress_hook"),
+}
+_FSDP = {
+    "harness": ("strategy=fsdp",),
+    "gathered twice": ("strategy=fsdp", "trainer.strategy.reshard_after_forward=true"),
+    "bf16 gradients": ("strategy=fsdp", "trainer.strategy.reduce_dtype=bfloat16"),
+}
 _1B = ("experiment=pile/gpt3xl-flash", "optimizer=adamw", "datamodule.max_length=2048")
 
 
@@ -79,8 +90,8 @@ def cases(device):
     yield Case(1, "gpt2-350M", 16, _MEDIUM, ("experiment=owt/gpt2m-hf",))
     yield Case(1, "gpt3-1.3B", 8, _1B)
     for devices in (2, 4):
-        yield Case(devices, "gpt2-124M ddp", 32, _SMALL, strategy="strategy=ddp")
-        yield Case(devices, "gpt3-1.3B fsdp", 8, _1B, strategy="strategy=fsdp")
+        yield Case(devices, "gpt2-124M ddp", 32, _SMALL, together=_DDP)
+        yield Case(devices, "gpt3-1.3B fsdp", 8, _1B, together=_FSDP)
 
 
 @dataclasses.dataclass

@@ -11,9 +11,11 @@ import tempfile
 import traceback
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 
+ON_GPUS = [pytest.param(2, marks=pytest.mark.multi_gpu), pytest.param(4, marks=pytest.mark.four_gpus)]  # processes
 _TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
 _PRELOADED = ["torch", "torch.distributed", "lightning"]
 _GROUPS = {}  # (world, backend): the group in use

@@ -2,13 +2,12 @@
 
 import copy
 import functools
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 from families import CASES
-from processes import over_processes
+from processes import ON_GPUS, over_processes
 from transformers import GPT2Config
 
 from flash_attn.models.gpt import GPTLMHeadModel, GPTModel, combine_state_dicts_tp, shard_state_dict_tp
@@ -218,11 +217,14 @@ def check_all(group, path):
     check_errors(group)
 
 
-@pytest.mark.parametrize("processes", [2, 4, pytest.param("nccl", marks=pytest.mark.multi_gpu)])
-def test_divided_model(processes):
-    nccl = processes == "nccl"
-    with tempfile.TemporaryDirectory() as path:
-        over_processes(2 if nccl else processes, check_all, path, backend="nccl" if nccl else "gloo")
+@pytest.mark.parametrize("processes", [2, 4])
+def test_divided_model(processes, tmp_path):
+    over_processes(processes, check_all, tmp_path)
+
+
+@pytest.mark.parametrize("processes", ON_GPUS)
+def test_divided_model_on_gpus(processes, tmp_path):
+    over_processes(processes, check_all, tmp_path, backend="nccl")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import half_of, over_processes
+from processes import ON_GPUS, half_of, over_processes
 from torch import nn
 
 from flash_attn.modules.block import Block, ParallelBlock
@@ -28,14 +28,7 @@ from flash_attn.utils.distributed import (
 )
 from flash_attn.utils.generation import InferenceParams
 
-BACKENDS = [2, 4, pytest.param("nccl", marks=pytest.mark.multi_gpu)]
 BATCH, SEQLEN = 4, 6
-
-
-def run_in(processes, target, *args):
-    """target(group, *args) in so many processes on the CPU, or in two with a GPU each."""
-    nccl = processes == "nccl"
-    over_processes(2 if nccl else processes, target, *args, backend="nccl" if nccl else "gloo")
 
 
 def draw(number, *shape, device):
@@ -412,9 +405,14 @@ def test_packed_attention():
     over_processes(2, check_packed_attention)
 
 
-@pytest.mark.parametrize("processes", BACKENDS)
+@pytest.mark.parametrize("processes", [2, 4])
 def test_divided_modules(processes):
-    run_in(processes, check_all)
+    over_processes(processes, check_all)
+
+
+@pytest.mark.parametrize("processes", ON_GPUS)
+def test_divided_modules_on_gpus(processes):
+    over_processes(processes, check_all, backend="nccl")
 
 
 @pytest.mark.parametrize(

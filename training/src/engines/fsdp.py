@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from src.engines.mesh import MeshStrategy, allocate
+from src.utils import checkpoint as checkpoints
 
 _LISTS = ("layers", "blocks", "h")  # names of the lists of layers, in our models and in others'
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")  # through which Lightning calls a module
@@ -22,6 +23,7 @@ class FSDPStrategy(MeshStrategy):
     Arguments:
         reshard_after_forward: free the gathered parameters of a layer after its forward, and gather them again for the
             backward (ZeRO-3). False keeps them from forward to backward (ZeRO-2): less is sent, more memory is used.
+            None keeps them if all of them take at most an eighth of a GPU's memory.
         reduce_dtype: the dtype in which gradients are summed, with a precision of 16 bits.
         kwargs: of `MeshStrategy`. With tensor_parallel_size, the part of each layer is divided further by FSDP.
 
@@ -31,7 +33,7 @@ class FSDPStrategy(MeshStrategy):
 
     strategy_name = "fsdp"
 
-    def __init__(self, reshard_after_forward: bool = True, reduce_dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, reshard_after_forward: bool | None = None, reduce_dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.reshard_after_forward, self.reduce_dtype = reshard_after_forward, reduce_dtype
 
@@ -39,9 +41,14 @@ class FSDPStrategy(MeshStrategy):
         module = self.lightning_module
         with _keep_attributes(module):
             if not isinstance(module, FSDPModule):
-                shard(module, self.mesh["dp"], self.reshard_after_forward, self._policy())
+                shard(module, self.mesh["dp"], self._reshards(module), self._policy())
             allocate(module, self.root_device)
             self.model_to_device()
+
+    def prepare(self, trainer: L.Trainer) -> None:
+        super().prepare(trainer)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # in which tensors have no versions, and FSDP2 asks for them
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._divided_again(super().validation_step(*args, **kwargs))
@@ -62,6 +69,13 @@ class FSDPStrategy(MeshStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
         return result
+
+    def _reshards(self, module):
+        if self.reshard_after_forward is not None or self.root_device.type != "cuda":
+            return self.reshard_after_forward is not False
+        sizes = (x.numel() * (self._policy().param_dtype or x.dtype).itemsize for x in module.parameters())
+        memory = torch.cuda.get_device_properties(self.root_device).total_memory
+        return any(checkpoints.gather(8 * sum(sizes) > memory))  # the same in all processes, or they wait for ever
 
     def _policy(self):
         precision = self.precision_plugin.precision

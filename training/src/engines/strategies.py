@@ -34,6 +34,12 @@ class DDPStrategy(ExactResume, LightningDDPStrategy):
         defaults = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "bucket_cap_mb": 100}
         super().__init__(ddp_comm_hook=ddp_comm_hook, **(defaults | kwargs))
 
+    def _setup_model(self, model: Any) -> Any:
+        model = super()._setup_model(model)
+        if isinstance(model, DistributedDataParallel):
+            _settle_messages(model)
+        return model
+
     def _register_ddp_hooks(self) -> None:
         """Lightning has hooks on GPUs only; gloo takes them as well."""
         hook = self._ddp_comm_hook
@@ -41,6 +47,24 @@ class DDPStrategy(ExactResume, LightningDDPStrategy):
             wrap = self._ddp_comm_wrapper or (lambda each: each)
             state = self._ddp_comm_state or self._ddp_kwargs.get("process_group")
             self.model.register_comm_hook(state=state, hook=wrap(hook))
+
+
+def _settle_messages(model):
+    """Have DistributedDataParallel settle now which gradients it sends together, by a backward that makes only zeros.
+
+    It would do so after the first step of a run, whose gradients would have gone in other messages. With three
+    processes or more, where in a message a gradient is decides the order in which it is summed: the first step of a
+    resumed run would differ in the last bits.
+    """
+    if model.static_graph:  # which would count this backward as the first step
+        return
+    module, trained = model.module, [parameter for parameter in model.parameters() if parameter.requires_grad]
+    forward, module.forward = module.forward, lambda _: 0 * sum(parameter.sum() for parameter in trained)
+    try:
+        model(None).backward()  # on GPUs it needs an argument
+    finally:
+        module.forward = forward
+    module.zero_grad(set_to_none=True)
 
 
 def _hook(name):
