@@ -8,10 +8,9 @@ transformers  the harness with the model of transformers, SDPA and torch.compile
 
 The command line names cases by the number of GPUs and a name. With several GPUs, "apart" is as many independent runs at
 once, one on each, and `scaling` is the tokens per second divided by those of these runs together: what working together
-costs. There the harness runs as its configuration has it, and with other choices of what is sent: "bf16 gradients", and
-with FSDP2 "gathered twice", for the forward and again for the backward (ZeRO-3). Providers run one after the other. The
-clock runs from the end of one optimizer step to the end of a later one,
-at both of which the host waits for the GPU.
+costs. Beside the harness as it is configured, others send gradients in bf16 or, with FSDP2, gather each layer twice,
+for the forward and again for the backward (ZeRO-3). Providers run one after the other. The clock runs from the end of
+one optimizer step to the end of a later one, at both of which the host waits for the GPU.
 
     python -m benchmarks.benchmark_training                           # all cases that the GPUs here allow
     python -m benchmarks.benchmark_training '1/gpt2-124M*' --steps 200
@@ -52,7 +51,9 @@ class Case:
     batch: int  # sequences of a step on one device
     overrides: tuple[str, ...]
     transformers: tuple[str, ...] = ()  # in place of the experiment of the first override; none if empty
-    together: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # how several GPUs work: overrides
+    together: dict[str, tuple[str, ...]] = dataclasses.field(
+        default_factory=dict
+    )  # {provider: overrides} on several GPUs
 
     def __str__(self):
         return f"{self.devices}/{self.name}"

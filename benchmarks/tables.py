@@ -118,9 +118,12 @@ def _training():
                 "harness": "`training/`",
                 "bare": "a bare loop",
                 "transformers": "`training/` with transformers' model",
+                "apart": "as many runs apart",
+                "bf16 gradients": "`training/`, gradients sent in bf16",
+                "gathered twice": "`training/`, layers gathered twice",
             }
             case = f"{row['devices']} x {row['device'].split()[1]}, {row['case']}"  # of "NVIDIA H200", say
-            yield case, name.get(row["provider"], "as many runs apart"), f"{float(row['tokens_per_s']):.0f}", row["ms"]
+            yield case, name[row["provider"]], f"{float(row['tokens_per_s']):.0f}", row["ms"]
 
 
 def _slower():

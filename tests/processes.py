@@ -15,7 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-ON_GPUS = [pytest.param(2, marks=pytest.mark.multi_gpu), pytest.param(4, marks=pytest.mark.four_gpus)]  # processes
+# Numbers of processes for tests with NCCL
+ON_GPUS = [
+    pytest.param(2, marks=pytest.mark.multi_gpu),
+    pytest.param(4, marks=[pytest.mark.multi_gpu, pytest.mark.four_gpus]),
+]
 _TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
 _PRELOADED = ["torch", "torch.distributed", "lightning"]
 _GROUPS = {}  # (world, backend): the group in use

@@ -23,12 +23,14 @@ class FSDPStrategy(MeshStrategy):
     Arguments:
         reshard_after_forward: free the gathered parameters of a layer after its forward, and gather them again for the
             backward (ZeRO-3). False keeps them from forward to backward (ZeRO-2): less is sent, more memory is used.
-            None keeps them if all of them take at most an eighth of a GPU's memory.
+            None is False if all parameters together, in the dtype in which layers compute, take at most an eighth of
+            a GPU's memory, and otherwise True, as it is on a CPU.
         reduce_dtype: the dtype in which gradients are summed, with a precision of 16 bits.
         kwargs: of `MeshStrategy`. With tensor_parallel_size, the part of each layer is divided further by FSDP.
 
     Layers in a list called `layers`, `blocks` or `h` are gathered one by one, all other parameters together. With
     precision=bf16-mixed or 16-mixed, parameters and optimiser states are float32, and layers compute in 16 bits.
+    Evaluation runs under torch.no_grad(), whatever Trainer(inference_mode=…) says.
     """
 
     strategy_name = "fsdp"
@@ -48,7 +50,7 @@ class FSDPStrategy(MeshStrategy):
     def prepare(self, trainer: L.Trainer) -> None:
         super().prepare(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # in which tensors have no versions, and FSDP2 asks for them
+            loop.inference_mode = False  # FSDP2 reads version counters, which tensors of inference mode lack
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._divided_again(super().validation_step(*args, **kwargs))
@@ -73,9 +75,11 @@ class FSDPStrategy(MeshStrategy):
     def _reshards(self, module):
         if self.reshard_after_forward is not None or self.root_device.type != "cuda":
             return self.reshard_after_forward is not False
-        sizes = (x.numel() * (self._policy().param_dtype or x.dtype).itemsize for x in module.parameters())
+        dtype = self._policy().param_dtype
+        size = sum(x.numel() * (dtype or x.dtype).itemsize for x in module.parameters())
         memory = torch.cuda.get_device_properties(self.root_device).total_memory
-        return any(checkpoints.gather(8 * sum(sizes) > memory))  # the same in all processes, or they wait for ever
+        # Processes that disagreed would wait for each other's collectives.
+        return any(checkpoints.gather(8 * size > memory))
 
     def _policy(self):
         precision = self.precision_plugin.precision

@@ -18,6 +18,9 @@ class SingleDeviceStrategy(ExactResume, LightningSingleDeviceStrategy):
 class DDPStrategy(ExactResume, LightningDDPStrategy):
     """Each process has the whole model and reads its own samples; gradients are averaged.
 
+    With static_graph=True, or sparse gradients, a resumed run may differ in the last bits from one that was not
+    interrupted, if there are more than two processes.
+
     Arguments:
         ddp_comm_hook: how gradients are averaged: a function as DistributedDataParallel.register_comm_hook takes it, or
             the name of one in `src.distributed.ddp_comm_hooks`.
@@ -37,7 +40,7 @@ class DDPStrategy(ExactResume, LightningDDPStrategy):
     def _setup_model(self, model: Any) -> Any:
         model = super()._setup_model(model)
         if isinstance(model, DistributedDataParallel):
-            _settle_messages(model)
+            _settle_buckets(model)
         return model
 
     def _register_ddp_hooks(self) -> None:
@@ -49,22 +52,20 @@ class DDPStrategy(ExactResume, LightningDDPStrategy):
             self.model.register_comm_hook(state=state, hook=wrap(hook))
 
 
-def _settle_messages(model):
-    """Have DistributedDataParallel settle now which gradients it sends together, by a backward that makes only zeros.
+def _settle_buckets(model):
+    """Have DistributedDataParallel decide now which gradients it sends together (buckets), by a backward of zeros.
 
-    It would do so after the first step of a run, whose gradients would have gone in other messages. With three
-    processes or more, where in a message a gradient is decides the order in which it is summed: the first step of a
-    resumed run would differ in the last bits.
+    It would decide after the first step of a run, whose gradients would have gone in other buckets. With three
+    processes or more, where in a bucket a gradient is decides the order in which it is summed: the first step of a
+    resumed run would differ in the last bits. The buckets are then in the reverse order of the parameters. To be called
+    before hooks of communication are registered; hooks of parameters are called.
     """
-    if model.static_graph:  # which would count this backward as the first step
+    sparse = any(getattr(module, "sparse", False) for module in model.modules())  # a gradient of zeros would be dense
+    if model.static_graph or model.find_unused_parameters or sparse:
         return
-    module, trained = model.module, [parameter for parameter in model.parameters() if parameter.requires_grad]
-    forward, module.forward = module.forward, lambda _: 0 * sum(parameter.sum() for parameter in trained)
-    try:
-        model(None).backward()  # on GPUs it needs an argument
-    finally:
-        module.forward = forward
-    module.zero_grad(set_to_none=True)
+    model.reducer.prepare_for_backward([])
+    (0 * sum(parameter.sum().real for parameter in model.parameters() if parameter.requires_grad)).backward()
+    model.zero_grad(set_to_none=True)
 
 
 def _hook(name):

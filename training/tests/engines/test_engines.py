@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +26,7 @@ from flash_attn.models.gpt import GPTLMHeadModel, combine_state_dicts_tp
 from src import engines
 from src.callbacks.ema import EMACallback
 from src.callbacks.speed_monitor import SpeedMonitor
+from src.engines import strategies
 from src.optim.param_grouping import group_parameters_for_optimizer
 from src.tasks.seq import SequenceLMModel
 from src.utils.checkpoint import CheckpointError, load_checkpoint
@@ -83,6 +85,8 @@ def fit(folder, name, group=None, max_steps=STEPS, dropout=0.0, save_at=None, se
     L.seed_everything(seed)
     world = 1 if group is None else group.size()
     parallel = {"tensor_parallel_size": tp} if tp > 1 else {}
+    if name == "fsdp":
+        parallel["reshard_after_forward"] = True  # ddp_zero2 is the other case
     if "ddp_comm_hook" in options:
         parallel["ddp_comm_hook"] = options.pop("ddp_comm_hook")
     with torch.device("meta") if name in DIVIDE and group.rank() > 0 else nullcontext():
@@ -345,22 +349,75 @@ def check_broadcasts(group, folder):
 
 
 @pytest.mark.parametrize(
-    ("given", "device", "gigabytes", "reshards"),
+    ("given", "precision", "device", "gigabytes", "reshards"),
     [
-        (True, "cuda", 80, True),
-        (False, "cuda", 1, False),
-        (None, "cuda", 2, True),
-        (None, "cuda", 4, False),
-        (None, "cpu", 4, True),
+        (True, "32-true", "cuda", 80, True),
+        (False, "32-true", "cuda", 1, False),
+        (None, "32-true", "cuda", 3, True),
+        (None, "bf16-mixed", "cuda", 3, False),
+        (None, "bf16-mixed", "cuda", 1.5, True),
+        (None, "bf16-mixed", "cpu", 3, True),
     ],
 )
-def test_layers_are_kept_if_they_take_little_memory(given, device, gigabytes, reshards, monkeypatch):
-    """Here 0.4 GB, of which an eighth of the memory must be more."""
+def test_layers_are_kept_if_they_take_little_memory(given, precision, device, gigabytes, reshards, monkeypatch):
+    """Here 0.4 GB in fp32 and 0.2 GB in bf16, of which an eighth of the memory must be more."""
     properties = SimpleNamespace(total_memory=gigabytes * 1e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: properties)
     monkeypatch.setattr(engines.FSDPStrategy, "root_device", torch.device(device))
     found = engines.strategy("fsdp", reshard_after_forward=given)
-    assert found._reshards(torch.nn.Linear(10_000, 10_000, device="meta")) == reshards
+    found.precision_plugin = SimpleNamespace(precision=precision)
+    layer = torch.nn.Linear(10_000, 10_000, device="meta")
+    assert found._reshards(layer) == reshards
+    if given is None and device == "cuda":  # if one process has too little memory, none keeps layers
+        monkeypatch.setattr("src.utils.checkpoint.gather", lambda mine: [mine, True])
+        assert found._reshards(layer)
+
+
+class Odd(torch.nn.Module):
+    """Parameters of many kinds, of which the last is used first."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.scale = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.turns = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.first = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.norm(self.frozen(self.first(x))) * self.scale * self.turns).abs().sum()
+
+
+def check_buckets(group):
+    """The first step sends what later steps do, and nothing else has changed."""
+    sent = []
+
+    def hook(_, bucket):
+        sent[-1].append(bucket.buffer().shape)
+        return allreduce_hook(group, bucket)
+
+    model = torch.nn.parallel.DistributedDataParallel(Odd(), bucket_cap_mb=1e-5)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    strategies._settle_buckets(model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        sent.append([])
+        model(torch.randn(3, 4)).backward()
+    assert sent[0] == sent[1] and len(sent[0]) > 3
+    assert all((x.grad is not None) == x.requires_grad for x in model.parameters())
+    for options in (dict(find_unused_parameters=True), dict(static_graph=True)):
+        model = torch.nn.parallel.DistributedDataParallel(Odd(), **options)
+        strategies._settle_buckets(model)
+        model(torch.randn(3, 4)).backward()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(5, 4, sparse=True))
+    strategies._settle_buckets(model)
+    model(torch.tensor([1])).sum().backward()
+
+
+def test_buckets_are_settled_before_the_first_step():
+    over_processes(2, check_buckets)
 
 
 @pytest.mark.parametrize(("given", "megabytes"), [({}, 100), ({"bucket_cap_mb": 25}, 25)])
