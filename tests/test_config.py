@@ -660,9 +660,12 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     (1, 128, 512, False, False, False, 16), (1, 128, 2048, False, True, False, 16),
     (4, 128, 512, False, False, False, 8),
     (1, 64, 4096, False, False, False, 4), (1, 64, 4096, False, True, False, 8),
-    (1, 64, 16384, False, False, True, 2), (1, 64, 16384, False, True, True, 16),
-    # dq is not rounded, and blocks add in order
-    (1, 128, 16384, False, False, True, 8), (1, 128, 16384, False, True, True, 16),
+    # blocks add in order, and dq may be rounded
+    (1, 64, 1024, False, False, True, 32), (1, 64, 4096, False, False, True, 8), (1, 64, 16384, False, False, True, 2),
+    (1, 64, 1024, False, True, True, 32), (1, 64, 3000, False, True, True, 21), (1, 64, 16384, False, True, True, 16),
+    (1, 128, 1024, False, False, True, 16), (1, 128, 16384, False, False, True, 8), (4, 128, 1, False, False, True, 32),
+    (4, 128, 2048, False, True, True, 32), (1, 128, 16384, False, True, True, 16), (1, 64, 512, True, False, True, 32),
+    (1, 256, 512, False, False, True, 8), (1, 256, 512, False, True, True, 16),
     # no block waits
     (1, 64, 512, True, False, False, 8), (1, 64, 8192, False, False, False, 8), (1, 64, 16384, False, True, False, 4),
     (1, 128, 4096, False, True, False, 8),
@@ -673,7 +676,10 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
 def test_key_heads_whose_blocks_start_together_on_sm90(
     host, group, head_dim, rows, packed, causal, deterministic, section
 ):
-    """As many as have rows of 8 MB with dout and dq_accum if dq is rounded, of 32 MB if no block waits, in bounds."""
+    """As many as have rows of 8 MB with dout and dq_accum if dq is rounded, of 32 MB if no block waits, in bounds.
+
+    If blocks add in order: of 16 MB, or as many as have 65536 keys if causal.
+    """
     problem = 4, 8 * group, 8, head_dim, rows, rows, packed
     plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True)
     assert plan.section_heads == section

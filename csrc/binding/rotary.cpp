@@ -38,7 +38,7 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
   const int64_t batch = packed ? 1 : x.size(0);
   const int64_t sequences = packed ? cu_seqlens->numel() - 1 : batch;
   if (seqlen_offsets) check_offsets(*seqlen_offsets, sequences, x);
-  const int64_t heads = x.size(-2), head_dim = x.size(-1);
+  const int64_t seqlen = x.size(-3), heads = x.size(-2), head_dim = x.size(-1);
   STD_TORCH_CHECK(cos.dim() == 2 && 2 * cos.size(1) <= head_dim,
                   "cos must have shape (positions, rotary_dim / 2) with rotary_dim at most ", head_dim, ", found ",
                   shape_string(cos.sizes()));
@@ -53,11 +53,12 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
   const Tensor cos_rows = with_adjacent_columns(cos), sin_rows = with_adjacent_columns(sin);
   const auto starts = as_contiguous(cu_seqlens), offsets = as_contiguous(seqlen_offsets);
   const rotary::Params params{
+      .rows = narrow_size(batch * seqlen * heads, "the number of heads of all tokens of x"),
       .x = ref(x),
       .out = target,
       .dtype = dtype_of(x, "x"),
-      .batch = batch,
-      .seqlen = x.size(-3),
+      .batch = narrow_size(batch, "the batch"),
+      .seqlen = narrow_size(seqlen, "seqlen"),
       .heads = narrow_size(heads, "the number of heads"),
       .head_dim = narrow_size(head_dim, "head_dim"),
       .cos = cos_rows.const_data_ptr(),
@@ -65,10 +66,10 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
       .table_dtype = table_dtype,
       .cos_stride = cos_rows.stride(0),
       .sin_stride = sin_rows.stride(0),
-      .positions = cos.size(0),
+      .positions = narrow_size(cos.size(0), "the number of positions"),
       .rotary_dim = static_cast<int>(2 * cos.size(1)),
       .cu_seqlens = pointer<int32_t>(starts),
-      .num_sequences = sequences,
+      .num_sequences = narrow_size(sequences, "the number of sequences"),
       .seqlen_offsets = pointer<void>(offsets),
       .wide_offsets = offsets && offsets->scalar_type() == ScalarType::Long,
       .seqlen_offset = seqlen_offset,

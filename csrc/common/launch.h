@@ -15,8 +15,6 @@
 
 namespace flash {
 
-constexpr int kMaxBlockZ = 64;  // CUDA's limit for blockDim.z
-
 struct LaunchShape {
   dim3 grid;
   dim3 block;

@@ -75,10 +75,9 @@ inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_pe
 // Whether the mask is causal on the right and open on the left: the first keys are seen by most rows and take longest.
 inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && p.window_right != kUnbounded; }
 
-// How many key heads are in a section (key_work in bwd_schedule.cuh): their key blocks are taken together, beginning
-// with the first keys. Key blocks of one head read the same rows, which stay in the L2 cache if they run at the same
-// time. But where key blocks wait for one another, those of one head should not start together: hence many heads.
-inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 16 : 8; }
+// A section (key_work in bwd_schedule.cuh) is a number of key heads whose key blocks are taken together, beginning with
+// the first keys. Key blocks of one head read the same rows, which stay in the L2 cache if they run at the same time.
+// But where key blocks wait for one another, those of one head should not start together: hence many heads.
 
 // The head dim of the keys in the instance for sm_90.
 inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
@@ -93,14 +92,25 @@ inline int64_t row_bytes_of_head(const Problem& p) {
   return int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k) * p.seqlen_q;
 }
 
-// The same if the main kernel rounds dQ: as many heads as have rows of about 8 MB, within bounds. Key blocks that add
-// in the order of their keys wait longest, above all under a causal mask, and need more heads beside them. So do
-// instances with ranges, which may be causal: long sequences of head dim 64 took 1.7 times as long in sections of one
-// head when boxes were handed over late.
-inline int section_of_rounding_blocks(const Problem& p, bool in_order) {
+// How many heads are in a section if key blocks add in the order of their keys. Those of a head that start together
+// begin one after the other. Under a causal mask they then end together, since each has one row block less than the one
+// before it, and the next ones start together again: there few key blocks of a head at a time are worth more than what
+// stays in the L2 cache.
+inline int section_of_blocks_in_order(const Problem& p, bool rounds_dq) {
+  const int head_dim = instance_on_sm90(p);
+  if (head_dim > 128) return is_causal(p) ? 16 : 8;
+  if (is_causal(p)) return std::clamp((64 << 10) / p.seqlen_k, 16, 32);
+  const int64_t least = rounds_dq && head_dim <= 64 && is_plain(p) ? 2 : 8;
+  return static_cast<int>(std::clamp<int64_t>((16 << 20) / row_bytes_of_head(p), least, 32));
+}
+
+// The same if the main kernel rounds dQ, and key blocks other than the first and the last add in any order: as many
+// heads as have rows of about 8 MB, within bounds. Under a causal mask more heads pay, and so they do in instances with
+// ranges, which may be causal.
+inline int section_of_rounding_blocks(const Problem& p) {
   const bool causal = is_causal(p);
   const bool waits_little = instance_on_sm90(p) <= 64 && is_plain(p);
-  const int64_t least = !waits_little ? 8 : causal ? (in_order ? 8 : 2) : (in_order ? 2 : 1);
+  const int64_t least = !waits_little ? 8 : causal ? 2 : 1;
   const int64_t heads = std::clamp<int64_t>((8 << 20) / row_bytes_of_head(p), least, 32);
   return static_cast<int>(heads) * (causal ? 2 : 1);
 }
@@ -165,7 +175,7 @@ inline RowOrder row_order(const Problem& p, const BwdSm90Plan& plan) {
 inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
   BwdSm80Plan plan{};
   plan.waits = hints.deterministic && p.seqlen_q > 0;  // without rows, bwd_prepare does not run to clear next_block
-  plan.section_heads = plan.waits ? section_of_waiting_blocks(p) : is_causal(p) ? 16 : 1;
+  plan.section_heads = is_causal(p) ? 16 : plan.waits ? 8 : 1;
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan, {.dq_accum = dq_accum_size(p), .semaphores = plan.waits ? num_semaphores(p) : 0}};
 }
@@ -176,9 +186,9 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   plan.rounds_dq = rounds_dq(p, plan.in_order);
   plan.waits = plan.in_order || plan.rounds_dq;
   plan.row_order = row_order(p, plan);
-  plan.section_heads = plan.rounds_dq  ? section_of_rounding_blocks(p, plan.in_order)
-                       : plan.in_order ? section_of_waiting_blocks(p)
-                                       : section_of_free_blocks(p, hints.multiprocessors);
+  plan.section_heads = plan.in_order    ? section_of_blocks_in_order(p, plan.rounds_dq)
+                       : plan.rounds_dq ? section_of_rounding_blocks(p)
+                                        : section_of_free_blocks(p, hints.multiprocessors);
   plan.blocks = hints.multiprocessors;
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan,

@@ -16,11 +16,9 @@
 // computes exponentials; and dQ is computed one step late, so that neither waits for the other's dS.
 //
 // A warpgroup stores its half of dQ in a box in shared memory, from which its dQ warp has TMA add it to dq_accum. That
-// starts as zeros, and bwd_finish.cu rounds it. The box is handed over only after the first products of the next step
-// have started (kHandsOverLate), so that the warpgroup need not wait for its own stores. With rounds_dq
-// (bwd_planner.h), thread blocks wait for one another instead, which saves zeroing and rounding dq_accum: of the key
-// blocks that the rows see, the first stores its half to dq_accum, others add theirs, and the last loads the sum into
-// its box, adds its half and rounds to dQ.
+// starts as zeros, and bwd_finish.cu rounds it. With rounds_dq (bwd_planner.h), thread blocks wait for one another
+// instead, which saves zeroing and rounding dq_accum: of the key blocks that the rows see, the first stores its half to
+// dq_accum, others add theirs, and the last loads the sum into its box, adds its half and rounds to dQ.
 //
 // The third warpgroup keeps few registers. Its warps 0 and 1 are the dQ warps (bwd_sm90_dq.cuh), one for each half;
 // warp 2 takes key blocks and loads K, V, Q and dO (Loader); warp 3, with tiles of 64 rows, waits for other thread

@@ -31,9 +31,6 @@ struct BwdSm90Config {
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;
   static constexpr int kValueRounds = kStaggered ? 2 : 1;  // see RowRing: staggered steps have no barrier in time
-  // Whether a box of dQ is handed over in the next step. Where thread blocks wait for one another, that makes them wait
-  // longer and costs 3 to 5 % of the time with 128 channels; plain staggered steps lose nothing.
-  static constexpr bool kHandsOverLate = !kMayWait || (kStaggered && kFeatures == Features::kPlain);
   static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // in a warp of its own; with 128 rows that is slower
   // The kernel starts with 168 registers a thread, and setmaxnreg moves what the producer does not need to the
   // consumers.

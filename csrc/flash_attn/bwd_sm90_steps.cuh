@@ -35,7 +35,6 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   // Staggered: the stage of dS from which the next dQ is computed, and how many rows of that box belong to the entry.
   typename Ring<Config::kStages>::Cursor dq_at = at;
   int last_dq_rows = kNone;
-  bool box_is_full = false;  // and has not been handed to the dQ warp yet
   KeySum dv, dk;
 
   // Calls fn(address in the box, r, c) for the lane's elements (r, c) .. (r, c + 3) of dQ, four floats that are
@@ -91,18 +90,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     } else {
       store_rounded(dq, first_row, t);
     }
-    box_is_full = true;
-    if constexpr (!Config::kHandsOverLate) hand_over();
-  }
-
-  // Hands a full box to the dQ warp. The fence, which makes the stores visible to TMA, waits until they are done: about
-  // 300 cycles if it comes right after them. So with kHandsOverLate it comes once the next step has started its first
-  // products, or after the last step.
-  __device__ void hand_over() {
-    if (!box_is_full) return;
-    ptx::fence_async_shared();
     ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
-    box_is_full = false;
   }
 
   // Waits for S^T and dP^T, and turns them into the left operands of dV (weights: P^T, 0 where dropped) and of dK
@@ -212,7 +200,6 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     shared.dout.barriers.wait_full(at);
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
-    hand_over();
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows, cut);
     const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
@@ -234,13 +221,9 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
       HalfOfDq dq;
       if constexpr (Config::kStaggered) start_last_dq(dq);
-      hand_over();
       if constexpr (Config::kStaggered) wait_gemms<0>(dq);
       if (this->leads()) shared.keys_free.arrive();
-      if constexpr (Config::kStaggered) {
-        end_last_dq(dq);
-        hand_over();
-      }
+      if constexpr (Config::kStaggered) end_last_dq(dq);
     }
     this->store_sum(dv, p.problem.dropout_rescale, p.dv, p.problem.head_dim_v);
     this->store_sum(dk, p.problem.softmax_scale, p.dk, p.problem.head_dim);

@@ -6,11 +6,11 @@
 // positions that the table does not have, are not changed.
 //
 // A head is cut into vectors of kVec channels. A thread owns a unit: two vectors, at channels `low` and `high`, of one
-// token, in several heads, so that it reads the angles only once. If pairs combine the two halves of the rotary
-// channels, element i of one vector forms a pair with element i of the other. If pairs are interleaved, both channels
-// of a pair are in the same vector. A thread block is (units of a head) x (heads) x (tokens): threads that are
-// neighbours in x access neighbouring vectors. kHeads heads are loaded before the first one is used, to keep enough
-// bytes in flight.
+// head of one token. If pairs combine the two halves of the rotary channels, element i of one vector forms a pair with
+// element i of the other. If pairs are interleaved, both channels of a pair are in the same vector. A thread block is
+// (units of a head) x (heads, of one token or several): threads that are neighbours in x access neighbouring vectors.
+// Threads that take several heads of a token would read its angles less often, but were slower: with more registers,
+// fewer of them run at a time.
 #pragma once
 
 #include <algorithm>
@@ -30,35 +30,28 @@ struct Config {
   static constexpr bool kInterleaved = kInterleaved_;
   static constexpr bool kPairsWithin = kInterleaved && kVec > 1;  // whether a vector holds whole pairs
 
-  // One head in flight is too few bytes; two are as fast as four. Streaming hints (evict first) on the loads and stores
-  // of x made the kernel slower.
-  static constexpr int kHeads = 4;  // heads in flight per thread
-  static constexpr int kThreads = 256;
-};
-
-// How many units a head has. The first `turning` units are rotated. The others, up to `all`, hold two vectors each that
-// are only copied; in place, there are none.
-struct Units {
-  int turning, all;
+  // Streaming hints (evict first) on the loads and stores of x made the kernel slower.
+  static constexpr int kThreads = 128;
 };
 
 template <typename Config>
-__host__ __device__ Units units_of(const Params& p) {
-  const int turning = p.rotary_dim / 2 / Config::kVec;
-  const int copied_vectors = (p.head_dim - p.rotary_dim) / Config::kVec;
+Units units_of(const Params& p) {
+  const uint32_t turning = p.rotary_dim / 2 / Config::kVec;
+  const uint32_t copied_vectors = (p.head_dim - p.rotary_dim) / Config::kVec;
   return {turning, turning + (p.in_place ? 0 : (copied_vectors + 1) / 2)};
 }
 
 // The first channels of the two vectors of a unit. The last unit may have only one vector: then `high` is head_dim.
 struct Channels {
-  int low, high;
+  uint32_t low, high;
 };
 
 template <typename Config>
-__device__ Channels channels_of(const Params& p, const Units& units, int unit) {
-  constexpr int kVec = Config::kVec;
+__device__ Channels channels_of(const Params& p, uint32_t unit) {
+  constexpr uint32_t kVec = Config::kVec;
+  const Units& units = p.units;
   if (unit >= units.turning) {
-    const int low = p.rotary_dim + (unit - units.turning) * kVec;
+    const uint32_t low = p.rotary_dim + (unit - units.turning) * kVec;
     return {low, low + (units.all - units.turning) * kVec};
   }
   if (Config::kInterleaved && !Config::kPairsWithin) return {2 * unit, 2 * unit + 1};
@@ -67,10 +60,10 @@ __device__ Channels channels_of(const Params& p, const Units& units, int unit) {
 
 // Returns the index of the packed sequence that holds a token: the last one that starts at or before it. Returns -1 if
 // there is none.
-__device__ inline int64_t sequence_of(const Params& p, int64_t token) {
-  int64_t first = 0, last = p.num_sequences + 1;
+__device__ inline int sequence_of(const Params& p, int token) {
+  int first = 0, last = p.num_sequences + 1;
   while (first < last) {  // searches for cu_seqlens[first - 1] <= token < cu_seqlens[last]
-    const int64_t middle = (first + last) / 2;
+    const int middle = (first + last) / 2;
     if (__ldg(p.cu_seqlens + middle) <= token) {
       first = middle + 1;
     } else {
@@ -80,21 +73,21 @@ __device__ inline int64_t sequence_of(const Params& p, int64_t token) {
   return first > p.num_sequences ? -1 : first - 1;
 }
 
-__device__ inline int64_t offset_of(const Params& p, int64_t sequence) {
+__device__ inline int64_t offset_of(const Params& p, int sequence) {
   if (p.seqlen_offsets == nullptr) return p.seqlen_offset;
   return p.seqlen_offset + (p.wide_offsets ? __ldg(static_cast<const long long*>(p.seqlen_offsets) + sequence)
                                            : __ldg(static_cast<const int*>(p.seqlen_offsets) + sequence));
 }
 
 // Returns the row of the table for token `index` of batch entry `entry`; negative if there is no such row.
-__device__ inline int64_t position_of(const Params& p, int64_t entry, int64_t index) {
+__device__ inline int position_of(const Params& p, int entry, int index) {
   if (p.cu_seqlens != nullptr) {
     entry = sequence_of(p, index);
     if (entry < 0) return -1;
     index -= __ldg(p.cu_seqlens + entry);
   }
-  const int64_t position = index + offset_of(p, entry);
-  return position < p.positions ? position : -1;
+  const int64_t position = offset_of(p, entry) + index;
+  return 0 <= position && position < p.positions ? static_cast<int>(position) : -1;
 }
 
 // The cosine and sine of each of the kVec pairs of a unit, in fp32.
@@ -117,7 +110,7 @@ __device__ void load_entries(float* entries, const Table* table) {
 
 // Loads the entries of a unit from a row of a table. They are adjacent, or in two places if vectors hold whole pairs.
 template <typename Config, typename Table>
-__device__ void load_row(float (&entries)[Config::kVec], const Table* row, int unit, const Channels& channels) {
+__device__ void load_row(float (&entries)[Config::kVec], const Table* row, uint32_t unit, const Channels& channels) {
   constexpr int kVec = Config::kVec;
   if constexpr (Config::kPairsWithin) {
     load_entries<kVec / 2>(entries, row + channels.low / 2);
@@ -128,16 +121,17 @@ __device__ void load_row(float (&entries)[Config::kVec], const Table* row, int u
 }
 
 template <typename Config, typename Table>
-__device__ void load_angles(Angles<Config::kVec>& angles, const Params& p, int64_t position, int unit,
+__device__ void load_angles(Angles<Config::kVec>& angles, const Params& p, uint32_t position, uint32_t unit,
                             const Channels& channels) {
   load_row<Config>(angles.cos, static_cast<const Table*>(p.cos) + position * p.cos_stride, unit, channels);
   load_row<Config>(angles.sin, static_cast<const Table*>(p.sin) + position * p.sin_stride, unit, channels);
 }
 
 // Loads the angles of a unit. The type of the tables is a branch at run time, since tables are a small part of the
-// traffic.
+// traffic: heads of a token find them in the L1 cache.
 template <typename Config>
-__device__ Angles<Config::kVec> load_angles(const Params& p, int64_t position, int unit, const Channels& channels) {
+__device__ Angles<Config::kVec> load_angles(const Params& p, uint32_t position, uint32_t unit,
+                                            const Channels& channels) {
   Angles<Config::kVec> angles;
   switch (p.table_dtype) {
     case DType::kFloat32:
@@ -173,57 +167,47 @@ __device__ void turn(Vec<T, kVec>& low, Vec<T, kVec>& high, const Angles<kVec>& 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_constant__ Params p) {
   using T = typename Config::T;
-  constexpr int kVec = Config::kVec, kHeads = Config::kHeads;
-  const Units units = units_of<Config>(p);
-  const int unit = blockIdx.y * blockDim.x + threadIdx.x;
-  const int64_t token = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
-  if (unit >= units.all || token >= p.batch * p.seqlen) return;
+  constexpr int kVec = Config::kVec;
+  const uint32_t unit = blockIdx.y * blockDim.x + threadIdx.x;
+  const int row = blockIdx.x * blockDim.y + threadIdx.y;
+  if (unit >= p.units.all || row >= p.rows) return;
 
-  const int64_t entry = token / p.seqlen, index = token % p.seqlen;
-  const int64_t position = unit < units.turning ? position_of(p, entry, index) : -1;
-  const bool turns = position >= 0;
-  if (p.in_place && !turns) return;
-
-  const Channels channels = channels_of<Config>(p, units, unit);
-  const bool has_high = channels.high < p.head_dim;
+  // Unsigned, because products with 64-bit strides then take fewer instructions.
+  const uint32_t token = p.heads_of_a_token.divide(row), head = p.heads_of_a_token.remainder(row, token);
+  const uint32_t entry = p.tokens_of_an_entry.divide(token), index = p.tokens_of_an_entry.remainder(token, entry);
+  const auto [low, high] = channels_of<Config>(p, unit);
+  const bool has_high = high < static_cast<uint32_t>(p.head_dim);
   // Only channels that are loaded one by one may lie apart.
   const int64_t x_step = kVec == 1 ? p.x.head_dim : 1;
   const int64_t out_step = kVec == 1 ? p.out.head_dim : 1;
-  const T* x = static_cast<const T*>(p.x.data) + entry * p.x.batch + index * p.x.seqlen;
-  T* out = static_cast<T*>(p.out.data) + entry * p.out.batch + index * p.out.seqlen;
-  for (int first = threadIdx.y; first < p.heads; first += kHeads * blockDim.y) {
-    Vec<T, kVec> low[kHeads], high[kHeads];
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      const int head = first + i * blockDim.y;
-      const T* x_head = x + head * p.x.heads;
-      if (head < p.heads) low[i] = load<kVec>(x_head + channels.low * x_step);
-      if (head < p.heads && has_high) high[i] = load<kVec>(x_head + channels.high * x_step);
-    }
-    Angles<kVec> angles;  // loaded while the heads are in flight
-    if (turns) angles = load_angles<Config>(p, position, unit, channels);
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      const int head = first + i * blockDim.y;
-      if (head >= p.heads) break;
-      if (turns) turn<Config>(low[i], high[i], angles);
-      T* out_head = out + head * p.out.heads;
-      store(out_head + channels.low * out_step, low[i]);
-      if (has_high) store(out_head + channels.high * out_step, high[i]);
-    }
+  const T* x = static_cast<const T*>(p.x.data) + entry * p.x.batch + index * p.x.seqlen + head * p.x.heads;
+  Vec<T, kVec> first = load<kVec>(x + low * x_step), second;
+  if (has_high) second = load<kVec>(x + high * x_step);
+
+  // The position and the angles are loaded while the channels are in flight.
+  const int position = unit < p.units.turning ? position_of(p, entry, index) : -1;
+  if (position >= 0) {
+    turn<Config>(first, second, load_angles<Config>(p, position, unit, {low, high}));
+  } else if (p.in_place) {
+    return;
   }
+  T* out = static_cast<T*>(p.out.data) + entry * p.out.batch + index * p.out.seqlen + head * p.out.heads;
+  store(out + low * out_step, first);
+  if (has_high) store(out + high * out_step, second);
 }
 
 template <typename Config>
-void run_apply(const Params& p, cudaStream_t stream) {
+void run_apply(Params p, cudaStream_t stream) {
   constexpr int kThreads = Config::kThreads;
-  const int units = units_of<Config>(p).all;
-  if (units == 0 || p.heads == 0) return;
+  p.units = units_of<Config>(p);
+  const int units = static_cast<int>(p.units.all);
+  if (units == 0 || p.rows == 0) return;
+  p.heads_of_a_token = Divisor(p.heads);
+  p.tokens_of_an_entry = Divisor(p.seqlen);
   const int unit_slots = std::min(units, kThreads);
-  const int head_slots = std::min<int>(ceil_div(p.heads, Config::kHeads), kThreads / unit_slots);
-  const int token_slots = std::min(kThreads / (unit_slots * head_slots), kMaxBlockZ);
-  const LaunchShape shape{.grid = dim3(ceil_div(p.batch * p.seqlen, token_slots), ceil_div(units, unit_slots)),
-                          .block = dim3(unit_slots, head_slots, token_slots)};
+  const int row_slots = kThreads / unit_slots;
+  const LaunchShape shape{.grid = dim3(ceil_div(p.rows, row_slots), ceil_div(units, unit_slots)),
+                          .block = dim3(unit_slots, row_slots)};
   launch<apply_kernel<Config>>(shape, p, stream);
 }
 

@@ -3,10 +3,11 @@
 
 namespace flash {
 
-// Rotates the point (x, y) by the angle with the given cosine and sine.
+// Rotates the point (x, y) by the angle with the given cosine and sine. The products that are rounded are named, since
+// the compiler chooses others in other kernels, and all shall give the same bits.
 __device__ inline void rotate(float& x, float& y, float cos, float sin) {
-  const float turned = x * cos - y * sin;
-  y = x * sin + y * cos;
+  const float turned = fmaf(x, cos, -__fmul_rn(y, sin));
+  y = fmaf(x, sin, __fmul_rn(y, cos));
   x = turned;
 }
 

@@ -808,6 +808,14 @@ def test_long_dimensions(shape, inplace, device):
 
 
 @pytest.mark.cuda
+def test_more_heads_than_the_kernel_counts(device):
+    x = torch.zeros(1, 1, 1, 2, device=device).expand(2**15, 2**15, 1, 2)
+    table = torch.zeros(1, 1, device=device)
+    with pytest.raises(RuntimeError, match="number of heads of all tokens of x is too large: 1073741824"):
+        rotary_ops.rotary_.default(x, table, table, None, 0, None, False, False)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("inplace", [False, True])
 def test_more_elements_than_32_bits_count(inplace, device, memory_guard):
     seqlen = 2**31 // (32 * 128) + 100
