@@ -105,8 +105,8 @@ struct DqWarp {
   }
 
   // Copies the box to dq_accum or to dQ, and waits until the box has been read and may be filled again. One lane calls
-  // it. The fence makes the box, which the warpgroup has stored, visible to TMA. It takes some 300 cycles beside products
-  // that read shared memory: here it delays nobody else.
+  // it. The fence makes visible to TMA what the warpgroup has stored. Beside products that read shared memory it takes
+  // some 300 cycles: here, nobody else waits for it.
   __device__ void store_half(DqFate fate, int head, int row_block) const {
     const uint32_t box = ptx::shared_address(&shared.dq[half]);
     ptx::fence_async_shared();
