@@ -1,5 +1,6 @@
 """Attention with features beyond flash-attn 2.8: sinks, biases, intervals, lengths, and head dims."""
 
+import dataclasses
 import functools
 import math
 
@@ -20,6 +21,8 @@ from flash_attn import (
     flash_attn_with_kvcache,
     masks,
 )
+from flash_attn._ops import flash_attn as flash_attn_ops
+from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._reference.options import CacheOptions, Features, Options
 from flash_attn._reference.scores import Scores
 
@@ -79,6 +82,67 @@ def test_sample_has_every_pair_of_values():
 @pytest.mark.parametrize("case", params(make(**row) for row in ROWS))
 def test_sample(case, device):
     case.check(torch.device(device))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two key ranges for each row, of which kernels take one at a time
+
+TWO_RANGES = FACTORS | dict(
+    lengths=[(60, 60), (50, 130), (130, 50), (1, 70)],
+    head_dims=[(64, 0), (48, 32)],
+    dtype=["fp16", "bf16"],
+    bias=["", "all", "entries", "keys", "first of groups", "bool", "bool keys"],
+    ranges=["4", "4h"],
+    seqused_q=[False],
+)
+
+
+def calls_in_two_parts(monkeypatch):
+    """A list that gets an item for each such call."""
+    calls, call = [], flash_attn_ops._call_in_two_parts
+    monkeypatch.setattr(flash_attn_ops, "_call_in_two_parts", lambda *args: calls.append(args) or call(*args))
+    return calls
+
+
+@pytest.mark.parametrize("case", params(make(**row) for row in cover(TWO_RANGES, valid=possible)))
+def test_two_ranges(case, device, monkeypatch):
+    """Where there are no kernels, as if there were."""
+    monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x: True)
+    calls = calls_in_two_parts(monkeypatch)
+    case.check(torch.device(device))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("beyond", [dict(dtype="fp32"), dict(bias="one"), dict(head_dim=520), dict(ranges="2")])
+def test_calls_that_are_not_divided(beyond, device, monkeypatch):
+    monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x: x.is_cuda)
+    calls = calls_in_two_parts(monkeypatch)
+    dataclasses.replace(Featured(batch=2, seqlen_q=9, seqlen_k=30, dtype="bf16", ranges="4"), **beyond).check(device)
+    assert not calls
+
+
+def test_ranges_that_share_no_key(device):
+    """Each key that a row sees is in one of them: of random bounds, some equal, reversed or beyond the keys."""
+    ranges = torch.randint(-3, 13, (1, 1, 4000, 4), dtype=torch.int32, device=device)
+    first, second = (masks.to_bool(each, 10) for each in with_features.disjoint(ranges))
+    assert torch.equal(first | second, masks.to_bool(ranges, 10))
+    assert not (first & second).any()
+    whole = torch.tensor([-(2**31), 2**31 - 1, 2, 5], dtype=torch.int32, device=device)
+    assert [x.tolist() for x in with_features.disjoint(whole)] == [[-(2**31), 2**31 - 1], [2, 2]]
+
+
+def test_sinks_and_a_window_compile(device):
+    """In one graph, with gradients."""
+    q, k, v, dout = Case(batch=1, seqlen_q=70, seqlen_k=70, dtype="bf16").tensors(device)
+    ranges = masks.sink_and_window(4, (16, 0), 70, device=device)
+    options = dict(key_ranges=ranges, causal=True)
+    found, expected = [], []
+    for function, results in ((torch.compile(flash_attn_func, fullgraph=True), found), (flash_attn_func, expected)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves, **options)
+        results += [out, *torch.autograd.grad(out, leaves, dout)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)  # a graph need not round out before it is merged
 
 
 # ---------------------------------------------------------------------------------------------------------------------

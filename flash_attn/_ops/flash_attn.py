@@ -26,6 +26,7 @@ from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
 from flash_attn._ops import autograd, checks, rng, schema
 from flash_attn._ops import flash_attn_features as with_features
+from flash_attn._ops.lse import merge
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Options
 
@@ -89,7 +90,8 @@ def forward(
         arguments = arguments._replace(rng_state=rng_state)
     if _needs_op(features, is_plain):
         op, inputs = with_features.fwd_features, (queries, keys, values)
-        out, softmax_lse, max_logit = _call_with_features(op, inputs, features, Options, arguments)
+        call = _call_in_two_parts if _has_two_parts(queries, values, features, arguments) else _call_with_features
+        out, softmax_lse, max_logit = call(op, inputs, features, Options, arguments)
     else:
         out, softmax_lse = fwd(q, k, v, *arguments)
     if return_softmax:
@@ -348,6 +350,29 @@ def _call_with_features(op, inputs, features, kind, arguments):
         return *op(*inputs, sink, None, *arguments)[:2], None
     out, softmax_lse, row_max = op(*inputs, sink, bias, *kind(*arguments), *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
+
+
+def _has_two_parts(q, v, features, arguments):
+    """Whether two key ranges of each row are all that kernels do not take of a call: then they compute two calls."""
+    if features is None or features.key_ranges is None or features.key_ranges.shape[-1] == 2:
+        return False
+    if q.dtype not in KERNEL_DTYPES:
+        return False
+    if torch.compiler.is_compiling():
+        has_kernels = _library.is_where_kernels_run(q)
+    else:
+        has_kernels = _library.runs_in_kernel(with_features.fwd_features.name, q)
+    rest = features._replace(key_ranges=None)
+    return has_kernels and not with_features.beyond_kernels(q, v, Options(*arguments), rest)
+
+
+def _call_in_two_parts(op, inputs, features, kind, arguments):
+    """`_call_with_features` by a call for each of two key ranges. Gradients follow from those of the calls."""
+    first, second = with_features.disjoint(features.key_ranges)
+    parts = features._replace(key_ranges=first), features._replace(key_ranges=second, learnable_sink=None)
+    outs, lses, row_max = zip(*(op(*inputs, *part[:2], *kind(*arguments), *part[2:]) for part in parts), strict=True)
+    out, softmax_lse = merge(torch.stack(outs), torch.stack(lses), outs[0].dtype)
+    return out, softmax_lse, _max_logit(row_max[0].maximum(row_max[1])) if features.row_max else None
 
 
 def _max_logit(row_max):

@@ -127,6 +127,14 @@ def _key_ranges(ranges, q, whole):
     return ranges.expand(-1, -1, whole[-1], -1)
 
 
+def disjoint(ranges: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two key ranges of each row (.., 4) as tensors (.., 2) that share no key: if they overlap, one is both."""
+    start, end, start2, end2 = ranges.unbind(-1)
+    overlap = start.maximum(start2) < end.minimum(end2)
+    first = torch.where(overlap, start.minimum(start2), start), torch.where(overlap, end.maximum(end2), end)
+    return torch.stack(first, -1), torch.stack((start2, torch.where(overlap, start2, end2)), -1)
+
+
 def _broadcasts(shape, whole):
     return len(shape) == len(whole) and all(size in (1, full) for size, full in zip(shape, whole, strict=True))
 
