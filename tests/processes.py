@@ -18,7 +18,7 @@ import torch.distributed as dist
 # Numbers of processes for tests with NCCL
 ON_GPUS = [
     pytest.param(2, marks=pytest.mark.multi_gpu),
-    pytest.param(4, marks=[pytest.mark.multi_gpu, pytest.mark.four_gpus]),
+    pytest.param(4, marks=[pytest.mark.multi_gpu, pytest.mark.four_gpus]),  # so that -m multi_gpu selects both
 ]
 _TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
 _PRELOADED = ["torch", "torch.distributed", "lightning"]

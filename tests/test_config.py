@@ -662,9 +662,10 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     (1, 64, 4096, False, False, False, 4), (1, 64, 4096, False, True, False, 8),
     # blocks add in order, and dq may be rounded
     (1, 64, 1024, False, False, True, 32), (1, 64, 4096, False, False, True, 8), (1, 64, 16384, False, False, True, 2),
-    (1, 64, 1024, False, True, True, 32), (1, 64, 3000, False, True, True, 21), (1, 64, 16384, False, True, True, 16),
+    (1, 64, 1024, False, True, True, 64), (1, 64, 3000, False, True, True, 21), (1, 64, 16384, False, True, True, 16),
     (1, 128, 1024, False, False, True, 16), (1, 128, 16384, False, False, True, 8), (4, 128, 1, False, False, True, 32),
     (4, 128, 2048, False, True, True, 32), (1, 128, 16384, False, True, True, 16), (1, 64, 512, True, False, True, 32),
+    (1, 128, 512, False, True, True, 32),
     (1, 256, 512, False, False, True, 8), (1, 256, 512, False, True, True, 16),
     # no block waits
     (1, 64, 512, True, False, False, 8), (1, 64, 8192, False, False, False, 8), (1, 64, 16384, False, True, False, 4),

@@ -57,7 +57,6 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
       .x = ref(x),
       .out = target,
       .dtype = dtype_of(x, "x"),
-      .batch = narrow_size(batch, "the batch"),
       .seqlen = narrow_size(seqlen, "seqlen"),
       .heads = narrow_size(heads, "the number of heads"),
       .head_dim = narrow_size(head_dim, "head_dim"),

@@ -71,13 +71,13 @@ inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_pe
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Order of key blocks
-
-// Whether the mask is causal on the right and open on the left: the first keys are seen by most rows and take longest.
-inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && p.window_right != kUnbounded; }
-
+//
 // A section (key_work in bwd_schedule.cuh) is a number of key heads whose key blocks are taken together, beginning with
 // the first keys. Key blocks of one head read the same rows, which stay in the L2 cache if they run at the same time.
 // But where key blocks wait for one another, those of one head should not start together: hence many heads.
+
+// Whether the mask is causal on the right and open on the left: the first keys are seen by most rows and take longest.
+inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && p.window_right != kUnbounded; }
 
 // The head dim of the keys in the instance for sm_90.
 inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
@@ -93,13 +93,14 @@ inline int64_t row_bytes_of_head(const Problem& p) {
 }
 
 // How many heads are in a section if key blocks add in the order of their keys. Those of a head that start together
-// begin one after the other. Under a causal mask they then end together, since each has one row block less than the one
-// before it, and the next ones start together again: there few key blocks of a head at a time are worth more than what
-// stays in the L2 cache.
+// begin one after the other. Under a causal mask they still end no later than one another, since each has one or two
+// row blocks less than the one before it; then the next ones start together again. There, few key blocks of a head at a
+// time are worth more than what stays in the L2 cache: as many heads as have 65536 keys (packed: of all entries
+// together). Without a mask, as many as have rows of about 16 MB. Both within bounds.
 inline int section_of_blocks_in_order(const Problem& p, bool rounds_dq) {
   const int head_dim = instance_on_sm90(p);
   if (head_dim > 128) return is_causal(p) ? 16 : 8;
-  if (is_causal(p)) return std::clamp((64 << 10) / p.seqlen_k, 16, 32);
+  if (is_causal(p)) return std::clamp((64 << 10) / p.seqlen_k, 16, head_dim <= 64 ? 64 : 32);
   const int64_t least = rounds_dq && head_dim <= 64 && is_plain(p) ? 2 : 8;
   return static_cast<int>(std::clamp<int64_t>((16 << 20) / row_bytes_of_head(p), least, 32));
 }

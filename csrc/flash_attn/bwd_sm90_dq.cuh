@@ -106,7 +106,7 @@ struct DqWarp {
 
   // Copies the box to dq_accum or to dQ, and waits until the box has been read and may be filled again. One lane calls
   // it. The fence makes visible to TMA what the warpgroup has stored. Beside products that read shared memory it takes
-  // some 300 cycles: here, nobody else waits for it.
+  // some 300 cycles: here the warpgroup goes on meanwhile, and waits only if it would fill the box before it is free.
   __device__ void store_half(DqFate fate, int head, int row_block) const {
     const uint32_t box = ptx::shared_address(&shared.dq[half]);
     ptx::fence_async_shared();

@@ -61,8 +61,9 @@ __device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_gro
 // Waits until everything that this thread's groups store has been written to global memory.
 __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Makes this thread's ordinary writes to shared memory visible to the async proxy, which wgmma and TMA read through, if
-// these are started after a later barrier.
+// Orders ordinary writes to shared memory before reads through the async proxy, by wgmma and TMA: writes of this
+// thread, and of others that it has met at a barrier since, before what it starts itself, and what others start after a
+// later barrier.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Lower or raise how many registers each thread of this warpgroup has, to a multiple of 8. All of its warps must call

@@ -22,7 +22,6 @@ struct Params {
   TensorRef<const void> x;  // (batch, seqlen, heads, head_dim); packed sequences: (1, tokens, heads, head_dim)
   TensorRef<> out;          // same shape as x; same memory and strides if in_place
   DType dtype;              // of x and out
-  int batch;
   int seqlen;
   int heads;
   int head_dim;

@@ -3,8 +3,9 @@
 
 namespace flash {
 
-// Rotates the point (x, y) by the angle with the given cosine and sine. The products that are rounded are named, since
-// the compiler chooses others in other kernels, and all shall give the same bits.
+// Rotates the point (x, y) by the angle with the given cosine and sine. Which product is rounded and which is fused
+// into the sum (FMA) is written out: the compiler would choose differently in different kernels, whose results would
+// then differ in the last bit.
 __device__ inline void rotate(float& x, float& y, float cos, float sin) {
   const float turned = fmaf(x, cos, -__fmul_rn(y, sin));
   y = fmaf(x, sin, __fmul_rn(y, cos));

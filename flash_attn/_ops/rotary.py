@@ -5,7 +5,7 @@
     rotary_into(x, out, ...)        into a tensor like x, with any strides, that shares no memory with x
 
 x               (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; fp32, fp16 or bf16, any
-                strides; kernels take at most 2^30 heads of all tokens
+                strides; kernels take fewer than 2^30 heads of all tokens
 cos, sin        (positions, rotary_dim / 2), fp32, fp16 or bf16
 seqlen_offsets  (batch,) int32 or int64, or None; added to seqlen_offset, it gives the position of a sequence's first
                 token

@@ -9,7 +9,7 @@
 | ddp | DDPStrategy | a copy |
 | ddp_zero1 | DDPStrategyZero1 | a copy, and a share of the optimiser's states |
 | ddp_zero2 | DDPStrategyZero2 | parts of parameters, gradients, states; whole layers from forward to backward |
-| fsdp | FSDPStrategy | as ddp_zero2 or, of a model that fills much of a GPU, whole layers only while they compute |
+| fsdp | FSDPStrategy | as ddp_zero2 or, above an eighth of a GPU's memory, whole layers only while they compute |
 | tp | TensorParallelStrategy | a part of each layer |
 """
 

@@ -58,7 +58,8 @@ def _settle_buckets(model):
     It would decide after the first step of a run, whose gradients would have gone in other buckets. With three
     processes or more, where in a bucket a gradient is decides the order in which it is summed: the first step of a
     resumed run would differ in the last bits. The buckets are then in the reverse order of the parameters. To be called
-    before hooks of communication are registered; hooks of parameters are called.
+    before hooks of communication are registered. Hooks of parameters are called: an optimizer that steps in such a hook
+    would take a step.
     """
     sparse = any(getattr(module, "sparse", False) for module in model.modules())  # a gradient of zeros would be dense
     if model.static_graph or model.find_unused_parameters or sparse:

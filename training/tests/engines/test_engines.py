@@ -360,7 +360,7 @@ def check_broadcasts(group, folder):
     ],
 )
 def test_layers_are_kept_if_they_take_little_memory(given, precision, device, gigabytes, reshards, monkeypatch):
-    """Here 0.4 GB in fp32 and 0.2 GB in bf16, of which an eighth of the memory must be more."""
+    """The layer takes 0.4 GB in fp32 and 0.2 GB in bf16, and is kept if that is at most an eighth of the memory."""
     properties = SimpleNamespace(total_memory=gigabytes * 1e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: properties)
     monkeypatch.setattr(engines.FSDPStrategy, "root_device", torch.device(device))
