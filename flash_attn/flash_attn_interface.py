@@ -58,8 +58,7 @@ with a warning that names the argument. All combine with each other and with all
 - key_ranges. int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), for variable length (heads or 1, total_q, 2 or 4): row i
   sees only the keys from start to end - 1, or with four numbers also from start2 to end2 - 1. They are intersected with
   all other masks; bounds may lie outside of the keys, and a range whose end is not above its start is empty.
-  `flash_attn.masks` builds them. Kernels take one range: two are two calls, whose results are merged. Slow: two with a
-  cache.
+  `flash_attn.masks` builds them. Kernels take one range: two are two calls, whose results are merged.
 - attention_chunk. C above 0: with D = seqlen_k - seqlen_q, row i sees the keys of its chunk only, from
   C * floor((i + D) / C) to that + C - 1. 0 means no chunks.
 - causal as a tensor. bool or int32 (batch,): which entries are causal. Slow: together with rotary_cos.

@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from attention_calls import Calling, assert_same_with_ranges
+from cache_cases import CacheCase
 from cases import Case, cover, params, uncovered
 from compare import assert_error_ratio, assert_same_but_for_rounding
 from features import BIASES, GROUPED, Featured
@@ -119,6 +120,32 @@ def test_calls_that_are_not_divided(beyond, device, monkeypatch):
     calls = calls_in_two_parts(monkeypatch)
     dataclasses.replace(Featured(batch=2, seqlen_q=9, seqlen_k=30, dtype="bf16", ranges="4"), **beyond).check(device)
     assert not calls
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("lengths", ["tensor", "int", "full"])
+@pytest.mark.parametrize("rotary, interleaved", [(0, True), (0.5, True), (1, False)])
+def test_two_ranges_of_a_cache(rotary, interleaved, lengths, page, device, monkeypatch):
+    """What is appended is appended once, and both calls see it."""
+    new = 3 * (lengths != "full")
+    options = dict(rotary=rotary * (new > 0), interleaved=interleaved, lengths=lengths, page=page)
+    case = CacheCase(batch=3, seqlen_q=3, seqlen_k=96, heads_k=2, dtype="bf16", seqlen_new=new, leftpad=True, **options)
+    features = dict(key_ranges=torch.randint(-3, 100, (3, 4, 3, 4), dtype=torch.int32, device=device))
+    features |= dict(learnable_sink=torch.randn(4, device=device), return_softmax_lse=True, return_max_logit=True)
+    calls, results = calls_in_two_parts(monkeypatch), []
+    for divided in (False, True):
+        monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x, divided=divided: divided)
+        arguments = case.arguments(device)
+        if lengths == "tensor":
+            arguments["cache_seqlens"][1] = -1
+            arguments["cache_leftpad"][1] = 0
+        found = flash_attn_with_kvcache(**arguments, **features)
+        results.append((*found, arguments["k_cache"], arguments["v_cache"]))
+        assert len(calls) == divided
+    (expected, *exact, k_cache, v_cache), (out, *numbers, new_k, new_v) = results
+    torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(numbers, exact, rtol=1e-2 if rotary else 1e-4, atol=2e-2 if rotary else 1e-4)
+    torch.testing.assert_close([new_k, new_v], [k_cache, v_cache], rtol=0, atol=0, equal_nan=True)
 
 
 def test_ranges_that_share_no_key(device):

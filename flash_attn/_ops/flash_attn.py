@@ -24,7 +24,7 @@ from torch import Tensor
 from flash_attn import _library
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
-from flash_attn._ops import autograd, checks, rng, schema
+from flash_attn._ops import autograd, checks, rng, rotary, schema
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.lse import merge
 from flash_attn._reference import flash_attn as reference
@@ -90,8 +90,7 @@ def forward(
         arguments = arguments._replace(rng_state=rng_state)
     if _needs_op(features, is_plain):
         op, inputs = with_features.fwd_features, (queries, keys, values)
-        call = _call_in_two_parts if _has_two_parts(queries, values, features, arguments) else _call_with_features
-        out, softmax_lse, max_logit = call(op, inputs, features, Options, arguments)
+        out, softmax_lse, max_logit = _call_with_features(op, inputs, features, Options, arguments)
     else:
         out, softmax_lse = fwd(q, k, v, *arguments)
     if return_softmax:
@@ -348,31 +347,48 @@ def _call_with_features(op, inputs, features, kind, arguments):
     sink, bias, *rest = features
     if features.none_but_sink():  # a call with fewer arguments is faster
         return *op(*inputs, sink, None, *arguments)[:2], None
-    out, softmax_lse, row_max = op(*inputs, sink, bias, *kind(*arguments), *rest)
+    options = kind(*arguments)
+    if _has_two_parts(op, inputs, options, features):
+        out, softmax_lse, row_max = _call_in_two_parts(op, inputs, options, features)
+    else:
+        out, softmax_lse, row_max = op(*inputs, sink, bias, *options, *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
-def _has_two_parts(q, v, features, arguments):
+def _has_two_parts(op, inputs, options, features):
     """Whether two key ranges of each row are all that kernels do not take of a call: then they compute two calls."""
-    if features is None or features.key_ranges is None or features.key_ranges.shape[-1] == 2:
-        return False
-    if q.dtype not in KERNEL_DTYPES:
+    q, _, v = inputs
+    if features.key_ranges is None or features.key_ranges.shape[-1] == 2 or q.dtype not in KERNEL_DTYPES:
         return False
     if torch.compiler.is_compiling():
         has_kernels = _library.is_where_kernels_run(q)
     else:
-        has_kernels = _library.runs_in_kernel(with_features.fwd_features.name, q)
-    rest = features._replace(key_ranges=None)
-    return has_kernels and not with_features.beyond_kernels(q, v, Options(*arguments), rest)
+        has_kernels = _library.runs_in_kernel(op.name, q)
+    return has_kernels and not with_features.beyond_kernels(q, v, options, features._replace(key_ranges=None))
 
 
-def _call_in_two_parts(op, inputs, features, kind, arguments):
-    """`_call_with_features` by a call for each of two key ranges. Gradients follow from those of the calls."""
+def _call_in_two_parts(op, inputs, options, features):
+    """Returns the results of an op with features by a call for each of two key ranges, from which gradients follow."""
     first, second = with_features.disjoint(features.key_ranges)
-    parts = features._replace(key_ranges=first), features._replace(key_ranges=second, learnable_sink=None)
-    outs, lses, row_max = zip(*(op(*inputs, *part[:2], *kind(*arguments), *part[2:]) for part in parts), strict=True)
-    out, softmax_lse = merge(torch.stack(outs), torch.stack(lses), outs[0].dtype)
-    return out, softmax_lse, _max_logit(row_max[0].maximum(row_max[1])) if features.row_max else None
+    sink, bias, _, *rest = features
+    out, lse, row_max = op(*inputs, sink, bias, *options, first, *rest)
+    if isinstance(options, CacheOptions) and options.k is not None:
+        inputs, options = _after_append(inputs, options)
+    out2, lse2, row_max2 = op(*inputs, None, bias, *options, second, *rest)
+    return *merge(torch.stack((out, out2)), torch.stack((lse, lse2)), out.dtype), row_max.maximum(row_max2)
+
+
+def _after_append(inputs, options):
+    """Returns the inputs and options of a call that appends nothing and sees what one that appends k and v does."""
+    q, *caches = inputs
+    lengths, length, new = options.cache_seqlens, options.cache_seqlen, options.k.shape[1]
+    if options.rotary_cos is not None:
+        tables = options.rotary_cos, options.rotary_sin
+        q = rotary.rotary(q, *tables, lengths, length or 0, None, options.rotary_interleaved, False)
+    options = options._replace(k=None, v=None, rotary_cos=None, rotary_sin=None)
+    if lengths is None:
+        return (q, *caches), options._replace(cache_seqlen=length + new)
+    return (q, *caches), options._replace(cache_seqlens=torch.where(lengths < 0, lengths, lengths + new))
 
 
 def _max_logit(row_max):
