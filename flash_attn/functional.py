@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._ops import checks, flash_attn
-from flash_attn._ops.lse import merge
 
 __all__ = ["column_sums", "combine", "entropy", "row_max", "row_max_and_sum", "weights"]
 
@@ -65,8 +64,15 @@ def combine(
         dtypes = _FLOATS if out_dtype is None else (out_dtype,)
         checks.tensor("out", out, dtypes=dtypes, shape=tuple(outs.shape[1:]), device=outs.device)
     dtype = out_dtype or (outs if out is None else out).dtype
-    merged, lse = merge(outs, lses, dtype)
-    return merged if out is None else out.copy_(merged), lse
+    lses = lses.to(torch.promote_types(lses.dtype, torch.float32))
+    lses = lses.masked_fill(lses == math.inf, -math.inf)
+    empty = (lses == -math.inf).all(0)
+    lse = lses.masked_fill(empty, 0).logsumexp(0)
+    share = (lses - lse).exp().masked_fill(lses == -math.inf, 0)
+    # Where a part saw no key, its out may hold anything, also NaN, which a share of 0 would not remove.
+    held = outs.masked_fill((lses == -math.inf).transpose(-1, -2)[..., None], 0)
+    merged = (held * share.transpose(-1, -2)[..., None]).sum(0).to(dtype)
+    return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf).float()
 
 
 @torch.no_grad()

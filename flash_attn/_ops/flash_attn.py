@@ -24,9 +24,9 @@ from torch import Tensor
 from flash_attn import _library
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
-from flash_attn._ops import autograd, checks, rng, rotary, schema
+from flash_attn._ops import autograd, checks, rng, schema
 from flash_attn._ops import flash_attn_features as with_features
-from flash_attn._ops.lse import merge
+from flash_attn._ops.lse import merge_two
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Options
 
@@ -348,15 +348,15 @@ def _call_with_features(op, inputs, features, kind, arguments):
     if features.none_but_sink():  # a call with fewer arguments is faster
         return *op(*inputs, sink, None, *arguments)[:2], None
     options = kind(*arguments)
-    if _has_two_parts(op, inputs, options, features):
-        out, softmax_lse, row_max = _call_in_two_parts(op, inputs, options, features)
+    if _takes_two_calls(op, inputs, options, features):
+        out, softmax_lse, row_max = _in_two_calls(op, inputs, options, features)
     else:
         out, softmax_lse, row_max = op(*inputs, sink, bias, *options, *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
-def _has_two_parts(op, inputs, options, features):
-    """Whether two key ranges of each row are all that kernels do not take of a call: then they compute two calls."""
+def _takes_two_calls(op, inputs, options, features):
+    """Whether two key ranges of each row are all that kernels do not take of a call: then they take two calls."""
     q, _, v = inputs
     if features.key_ranges is None or features.key_ranges.shape[-1] == 2 or q.dtype not in KERNEL_DTYPES:
         return False
@@ -367,28 +367,24 @@ def _has_two_parts(op, inputs, options, features):
     return has_kernels and not with_features.beyond_kernels(q, v, options, features._replace(key_ranges=None))
 
 
-def _call_in_two_parts(op, inputs, options, features):
-    """Returns the results of an op with features by a call for each of two key ranges, from which gradients follow."""
-    first, second = with_features.disjoint(features.key_ranges)
-    sink, bias, _, *rest = features
-    out, lse, row_max = op(*inputs, sink, bias, *options, first, *rest)
-    if isinstance(options, CacheOptions) and options.k is not None:
-        inputs, options = _after_append(inputs, options)
-    out2, lse2, row_max2 = op(*inputs, None, bias, *options, second, *rest)
-    return *merge(torch.stack((out, out2)), torch.stack((lse, lse2)), out.dtype), row_max.maximum(row_max2)
+def _in_two_calls(op, inputs, options, features):
+    """Returns the results of an op with features by a call for each of two key ranges, from which gradients follow.
 
-
-def _after_append(inputs, options):
-    """Returns the inputs and options of a call that appends nothing and sees what one that appends k and v does."""
-    q, *caches = inputs
-    lengths, length, new = options.cache_seqlens, options.cache_seqlen, options.k.shape[1]
-    if options.rotary_cos is not None:
-        tables = options.rotary_cos, options.rotary_sin
-        q = rotary.rotary(q, *tables, lengths, length or 0, None, options.rotary_interleaved, False)
-    options = options._replace(k=None, v=None, rotary_cos=None, rotary_sin=None)
-    if lengths is None:
-        return (q, *caches), options._replace(cache_seqlen=length + new)
-    return (q, *caches), options._replace(cache_seqlens=torch.where(lengths < 0, lengths, lengths + new))
+    The second call over a cache appends once more: the same to the same place.
+    """
+    sink, bias, ranges, *rest = features
+    exact = isinstance(options, Options) and options.exact_gradients
+    if exact:  # the share of a range gets its gradient from these outs
+        op = with_features.fwd_with_residue
+    if sink is not None:  # +inf would make the lse that of a row without keys
+        sink = sink.clamp(max=torch.finfo(sink.dtype).max)
+    calls = []
+    for each, sink_of_call in zip(with_features.disjoint(ranges), (sink, None), strict=True):
+        out, lse, row_max, *out_lo = op(*inputs, sink_of_call, bias, *options, each, *rest)
+        calls.append((with_features.unrounded(out, *out_lo) if exact else out, lse, row_max))
+    (first, lse, row_max), (second, lse2, row_max2) = calls
+    merged, lse = merge_two(first, lse, second, lse2)
+    return merged.to(inputs[0].dtype), lse, row_max.maximum(row_max2)
 
 
 def _max_logit(row_max):

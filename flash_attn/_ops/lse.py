@@ -15,18 +15,17 @@ def unseen_as_plus_inf(lse: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
-def merge(outs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of attention over all keys, from those over parts of them; differentiable.
+def merge_two(
+    out: torch.Tensor, lse: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse), float32, of attention over all keys, from what ops return for two parts of them.
 
-    See `flash_attn.functional.combine`. outs: (parts, .., seqlen_q, heads, head_dim). lses: (parts, .., heads,
-    seqlen_q), of either convention. dtype: that of out.
+    Differentiable. Unlike `flash_attn.functional.combine`, it relies on an out of 0 where a part has no keys: NaN stays
+    NaN.
     """
-    lses = lses.to(torch.promote_types(lses.dtype, torch.float32))
-    lses = lses.masked_fill(lses == math.inf, -math.inf)
-    empty = (lses == -math.inf).all(0)
-    lse = lses.masked_fill(empty, 0).logsumexp(0)
-    share = (lses - lse).exp().masked_fill(lses == -math.inf, 0)
-    # Where a part saw no key, its out may hold anything, also NaN, which a share of 0 would not remove.
-    held = outs.masked_fill((lses == -math.inf).transpose(-1, -2)[..., None], 0)
-    out = (held * share.transpose(-1, -2)[..., None]).sum(0).to(dtype)
-    return out, lse.masked_fill(empty, math.inf).float()
+    first, second = (x.masked_fill(x == math.inf, -math.inf) for x in (lse, lse2))
+    empty = (first == -math.inf) & (second == -math.inf)
+    share = (first - second).masked_fill(empty, 0).sigmoid()
+    merged = torch.lerp(out2.float(), out.float(), share.transpose(-1, -2)[..., None])
+    total = torch.logaddexp(first.masked_fill(empty, 0), second.masked_fill(empty, 0))
+    return merged, total.masked_fill(empty, math.inf)
