@@ -71,7 +71,7 @@ class _Totals(NamedTuple):
 
 
 def _over_ranks(x: Any) -> float:
-    total = x.double()  # exact for counts up to 2^53
+    total = x.to(torch.float64, copy=True)  # exact for counts up to 2^53; all_reduce overwrites it
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item()

@@ -2,10 +2,12 @@
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.loggers import Logger
 
 from src import engines
 from src.callbacks.model_checkpoint import ModelCheckpointMine
+from src.metrics import epoch
 from src.tasks.seq import SequenceLMModel
 from src.utils import checkpoint as checkpoints
 from tests.processes import over_processes
@@ -110,3 +112,15 @@ def check_two_ranks(group, folder, path, whole):
 def test_another_number_of_ranks_goes_on(folder, tmp_path):
     whole = run(folder, BATCHES, callbacks=[SaveAt(7, tmp_path)])[BATCHES - 1]
     over_processes(2, check_two_ranks, folder, tmp_path / "step_7.ckpt", whole)
+
+
+def check_sums(group):
+    """A sum over ranks, as each save takes one, leaves the ranks' own sums alone."""
+    for dtype in (torch.float64, torch.int64):
+        own = torch.tensor(group.rank() + 1, dtype=dtype)
+        assert [epoch._over_ranks(own) for _ in range(2)] == [3.0, 3.0]
+        assert own.item() == group.rank() + 1
+
+
+def test_sums_over_ranks_can_be_taken_again():
+    over_processes(2, check_sums)
