@@ -51,9 +51,8 @@ class Case:
     batch: int  # sequences of a step on one device
     overrides: tuple[str, ...]
     transformers: tuple[str, ...] = ()  # in place of the experiment of the first override; none if empty
-    together: dict[str, tuple[str, ...]] = dataclasses.field(
-        default_factory=dict
-    )  # {provider: overrides} on several GPUs
+    # On several GPUs, how they work together: {provider: overrides}
+    together: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def __str__(self):
         return f"{self.devices}/{self.name}"

@@ -677,9 +677,10 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
 def test_key_heads_whose_blocks_start_together_on_sm90(
     host, group, head_dim, rows, packed, causal, deterministic, section
 ):
-    """As many as have rows of 8 MB with dout and dq_accum if dq is rounded, of 32 MB if no block waits, in bounds.
+    """The number of key heads, within bounds, whose q, dout and dq_accum together take so many bytes.
 
-    If blocks add in order: of 16 MB, or as many as have 65536 keys if causal.
+    8 MB if dq is rounded, 32 MB if no block waits for another, 16 MB if blocks add in order; if they do so under a
+    causal mask, the number of heads that have 65536 keys together.
     """
     problem = 4, 8 * group, 8, head_dim, rows, rows, packed
     plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True)

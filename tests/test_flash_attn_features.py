@@ -107,7 +107,7 @@ def two_calls(monkeypatch):
 
 @pytest.mark.parametrize("case", params(make(**row) for row in cover(TWO_RANGES, valid=possible)))
 def test_two_ranges(case, device, monkeypatch):
-    """Where there are no kernels, as if there were."""
+    """Without kernels the test pretends that there are some, so that the call is divided all the same."""
     monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x: True)
     calls = two_calls(monkeypatch)
     case.check(torch.device(device))

@@ -374,7 +374,7 @@ def _in_two_calls(op, inputs, options, features):
     """
     sink, bias, ranges, *rest = features
     exact = isinstance(options, Options) and options.exact_gradients
-    if exact:  # the share of a range gets its gradient from these outs
+    if exact:  # rounded outs would spoil the gradients of how much each range counts
         op = with_features.fwd_with_residue
     if sink is not None:  # +inf would make the lse that of a row without keys
         sink = sink.clamp(max=torch.finfo(sink.dtype).max)
