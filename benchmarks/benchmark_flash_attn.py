@@ -14,7 +14,8 @@ padded              this library, with v filled up to the head_dim of k before t
 
 flash_attn_features  what a feature costs. A sink, and key ranges that amount to causal, beside the plain causal call
                      ("flash_attn"); documents of 1k tokens in rows of 16k as key ranges, beside the same as packed
-                     sequences ("flash_attn"); biases (one per head, for all entries, with and without a gradient) and
+                     sequences ("flash_attn"); 4 first keys and a window of 1k as two ranges, and as a mask of bool,
+                     beside the window alone ("flash_attn"); biases (one per head, for all entries, with and without a gradient) and
                      bool masks (for all heads; for all heads and rows), beside the call without one ("flash_attn")
                      and SDPA with the bias as its mask ("torch")
 flash_attn_exact     forward, backward and both of a training step with `use_exact_gradients` ("exact") and without,
@@ -77,6 +78,7 @@ EXACT = {
     "cpu": [],
 }
 DOCUMENTS = 16  # in a row of FEATURED
+FIRST, WINDOW = 4, 1024  # keys
 BIASED = {"cuda": [(2, 16, 16, 4096, 128), (8, 16, 16, 2048, 64), (32, 8, 8, 512, 64)], "cpu": [(1, 4, 4, 1024, 64)]}
 PAGE_SIZES = {"cuda": (0, 16, 256), "cpu": (0,)}  # 0: a dense cache
 HOST = {"cuda": [(1, 8, 8, 128, 128)], "cpu": []}
@@ -112,15 +114,19 @@ def cases(device):
                 )
     for shape in FEATURED[device]:
         document = *shape[:3], shape[3] // DOCUMENTS, shape[4]
-        kinds = ("causal", causally, 1, shape), ("documents", in_documents, DOCUMENTS, document)
-        for dtype, (name, providers, times, part) in itertools.product(TYPES[device], kinds):
+        kinds = (
+            ("causal", causally, scores(shape, True)),
+            ("documents", in_documents, DOCUMENTS * scores(document, True)),
+            ("first keys and window", in_two_ranges, shape[0] * shape[1] * (shape[3] - WINDOW / 2) * WINDOW),
+        )
+        for dtype, (name, providers, seen) in itertools.product(TYPES[device], kinds):
             for op, backwards, cost in (("fwd", False, 4), ("bwd", True, 10)):
                 yield Case(
                     "flash_attn_features",
                     f"{describe(shape)} {name} {op}",
                     dtype,
                     functools.partial(providers, backwards, shape, DTYPES[dtype], device),
-                    flops=cost * times * scores(part, True) * shape[-1],
+                    flops=cost * seen * shape[-1],
                 )
     for shape, dtype in itertools.product(BIASED[device], TYPES[device]):
         for op, backwards, cost in (("fwd", False, 4), ("bwd", True, 10)):
@@ -298,6 +304,20 @@ def in_documents(backward, shape, dtype, device):
     if not backward:
         return {"flash_attn": varlen, "ranges": ranges}
     return {"flash_attn": backward_of(varlen, *tokens), "ranges": backward_of(ranges, *inputs)}
+
+
+def in_two_ranges(backward, shape, dtype, device):
+    """A window alone, and with some first keys, as two key ranges and as a mask of bool."""
+    inputs, _ = tensors(shape, dtype, device, requires_grad=backward)
+    window = WINDOW - 1, 0
+    ranges = masks.sink_and_window(FIRST, window, shape[3], device=device)
+    options = {
+        "flash_attn": dict(window_size=window),
+        "ranges": dict(causal=True, key_ranges=ranges),
+        "mask": dict(causal=True, attn_bias=masks.to_bool(ranges, shape[3])),
+    }
+    functions = {name: functools.partial(flash_attn_func, *inputs, **each) for name, each in options.items()}
+    return {name: backward_of(each, *inputs) if backward else each for name, each in functions.items()}
 
 
 def biased(backward, shape, dtype, device):
