@@ -15,9 +15,9 @@ padded              this library, with v filled up to the head_dim of k before t
 flash_attn_features  what a feature costs. A sink, and key ranges that amount to causal, beside the plain causal call
                      ("flash_attn"); documents of 1k tokens in rows of 16k as key ranges, beside the same as packed
                      sequences ("flash_attn"); 4 first keys and a window of 1k as two ranges, and as a mask of bool,
-                     beside the window alone ("flash_attn"); biases (one per head, for all entries, with and without a gradient) and
-                     bool masks (for all heads; for all heads and rows), beside the call without one ("flash_attn")
-                     and SDPA with the bias as its mask ("torch")
+                     beside the window alone ("flash_attn"); biases (one per head, for all entries, with and without a
+                     gradient) and bool masks (for all heads; for all heads and rows), beside the call without one
+                     ("flash_attn") and SDPA with the bias as its mask ("torch")
 flash_attn_exact     forward, backward and both of a training step with `use_exact_gradients` ("exact") and without,
                      and their peak_mb
 flash_attn_memory    for their peak_mb: one causal sequence of more and more tokens, forward alone and with backward

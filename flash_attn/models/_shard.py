@@ -90,7 +90,7 @@ def check_world_size(s: Settings, world_size: int) -> None:
     if s.qk_norm_over_heads and world_size > 1:
         raise ValueError("config.qk_norm_over_heads must be False with several processes, found True")
     for name, size in {
-        "vocab_size (padded)": s.padded_vocab_size,
+        "vocab_size (rounded up to a multiple of config.pad_vocab_size_multiple)": s.padded_vocab_size,
         "n_embd": s.n_embd,
         "n_inner": s.inner,
     }.items():

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig, OmegaConf
 
@@ -63,7 +64,7 @@ def _fit(config):
 
 
 def check_devices(config: DictConfig) -> None:
-    """Raise ValueError if the trainer wants more GPUs than there are."""
+    """Raise ValueError if the trainer wants more GPUs than there are, or not the processes of torchrun or srun."""
     accelerator = config.trainer.get("accelerator") or "auto"
     wanted, there = device_count(config.trainer.get("devices", "auto"), accelerator), torch.cuda.device_count()
     if wanted > there and (accelerator in ("gpu", "cuda") or (accelerator == "auto" and there > 0)):
@@ -71,6 +72,13 @@ def check_devices(config: DictConfig) -> None:
             f"trainer.devices must be at most the number of GPUs here, {there}, found {wanted}; "
             "trainer.accelerator=cpu needs none"
         )
+    nodes = config.trainer.get("num_nodes") or 1
+    for launcher, environment in (("torchrun", TorchElasticEnvironment), ("srun", SLURMEnvironment)):
+        if environment.detect() and (started := environment().world_size()) != wanted * nodes:
+            raise ValueError(
+                f"trainer.devices x trainer.num_nodes must be the number of processes that {launcher} has started, "
+                f"{started}, found {wanted} x {nodes}"
+            )
 
 
 def checkpoint_folder(config: DictConfig) -> contextlib.AbstractContextManager:

@@ -215,7 +215,7 @@ def test_what_cannot_be_resumed(tmp_path, here, capfd):
     here(*text, "name=first", "test_after_training=False")
     capfd.readouterr()
     for options, says in (
-        (["model.config.n_embd=32"], r"has shape \(257, 16\) in the checkpoint and \(257, 32\)"),
+        (["model.config.n_embd=32"], r"has shape \(264, 16\) in the checkpoint and \(264, 32\)"),
         (["model.config.n_embd=32"], r"model.config.n_embd was 16, and is 32"),
         (["optimizer=sgd"], r"the optimizer must be \['AdamW'\], found \['SGD'\]"),
         (["datamodule.dataset_name=other.txt"], r"dataset_name was '.*/text.txt', and is '.*/other.txt'"),

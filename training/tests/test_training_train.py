@@ -69,6 +69,24 @@ def test_number_of_gpus(accelerator, devices, there, fits, monkeypatch):
             train.check_devices(config)
 
 
+@pytest.mark.parametrize(("devices", "nodes", "fits"), [(2, 2, True), (4, None, True), (1, 1, False), (2, 1, False)])
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_number_of_processes_of_a_launcher(launcher, devices, nodes, fits, monkeypatch):
+    """Four processes with trainer.devices=1 would be four runs that write the same checkpoints."""
+    variables = {
+        "torchrun": {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4"},
+        "srun": {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"},
+    }
+    for name, value in variables[launcher].items():
+        monkeypatch.setenv(name, value)
+    config = OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": devices, "num_nodes": nodes}})
+    if fits:
+        train.check_devices(config)
+    else:
+        with pytest.raises(ValueError, match=f"processes that {launcher} has started, 4, found {devices} x {nodes}"):
+            train.check_devices(config)
+
+
 def config_with(folder, name=None):
     callbacks = {"model_checkpoint": {"dirpath": str(folder)}}
     return OmegaConf.create({"callbacks": callbacks, "checkpoint_dir": "elsewhere", "name": name})

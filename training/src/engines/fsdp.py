@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from src.engines.mesh import MeshStrategy, allocate
 from src.utils import checkpoint as checkpoints
 
+_REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 _LISTS = ("layers", "blocks", "h")  # names of the lists of layers, in our models and in others'
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")  # through which Lightning calls a module
 
@@ -25,7 +26,8 @@ class FSDPStrategy(MeshStrategy):
             backward (ZeRO-3). False keeps them from forward to backward (ZeRO-2): less is sent, more memory is used.
             None is False if all parameters together, in the dtype in which layers compute, take at most an eighth of
             a GPU's memory, and otherwise True, as it is on a CPU.
-        reduce_dtype: the dtype in which gradients are summed, with a precision of 16 bits.
+        reduce_dtype: the dtype in which gradients are summed, with a precision of 16 bits: "float32", "bfloat16" or
+            "float16".
         kwargs: of `MeshStrategy`. With tensor_parallel_size, the part of each layer is divided further by FSDP.
 
     Layers in a list called `layers`, `blocks` or `h` are gathered one by one, all other parameters together. With
@@ -37,6 +39,14 @@ class FSDPStrategy(MeshStrategy):
 
     def __init__(self, reshard_after_forward: bool | None = None, reduce_dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if not isinstance(reshard_after_forward, bool | None):
+            raise ValueError(
+                f"trainer.strategy.reshard_after_forward must be true, false or null, found {reshard_after_forward!r}"
+            )
+        if reduce_dtype not in _REDUCE_DTYPES:
+            raise ValueError(
+                f"trainer.strategy.reduce_dtype must be one of {', '.join(_REDUCE_DTYPES)}, found {reduce_dtype!r}"
+            )
         self.reshard_after_forward, self.reduce_dtype = reshard_after_forward, reduce_dtype
 
     def distribute(self) -> None:

@@ -18,10 +18,12 @@ class NumTokens(Metric):
 
     Attributes:
         copies: how many ranks share a model, and so have the same tokens, which count once. The task sets it.
+        goes_on: whether the count goes on after an epoch; False after `of_each_epoch`.
     """
 
     full_state_update = False
     copies = 1
+    goes_on = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -36,11 +38,17 @@ class NumTokens(Metric):
         """The number of tokens, int64."""
         return self.count
 
+    def of_each_epoch(self) -> None:
+        """Count each epoch alone, and leave the count out of checkpoints: so it is for validation and test."""
+        self.goes_on = False
+        self.persistent(False)
+
     def reset(self) -> None:
-        """Start a new epoch. The count goes on."""
+        """Start a new epoch."""
         count = self.count
         super().reset()
-        self.count = count
+        if self.goes_on:
+            self.count = count
 
     def _forward_reduce_state_update(self, *args: Any, **kwargs: Any) -> Tensor:
         self.update(*args, **kwargs)

@@ -105,6 +105,10 @@ class SequenceModel(L.LightningModule):
         self.train_metrics, self.val_metrics, self.test_metrics = (
             collection.clone(prefix=f"{phase}/") for phase in ("train", "val", "test")
         )
+        for metrics in (self.val_metrics, self.test_metrics):
+            for metric in metrics.values():
+                if isinstance(metric, NumTokens):
+                    metric.of_each_epoch()
         self.train_totals = EpochTotals(self.train_metrics, "train_metrics")
 
     def setup(self, stage: str) -> None:

@@ -373,6 +373,17 @@ def test_layers_are_kept_if_they_take_little_memory(given, precision, device, gi
         assert found._reshards(layer)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [("reshard_after_forward", 0, "true, false or null, found 0"),
+     ("reshard_after_forward", "maybe", "true, false or null, found 'maybe'"),
+     ("reduce_dtype", "float33", "one of float32, bfloat16, float16, found 'float33'")],
+)  # fmt: skip
+def test_options_of_fsdp(option, value, expected):
+    with pytest.raises(ValueError, match=rf"trainer\.strategy\.{option} must be {expected}"):
+        engines.strategy("fsdp", **{option: value})
+
+
 class Odd(torch.nn.Module):
     """Parameters of many kinds, of which the last is used first."""
 

@@ -111,6 +111,16 @@ def test_number_of_tokens_survives_epochs_and_restarts():
     assert other(None, torch.zeros(3)) == 4 * sum(SIZES) + 3
 
 
+def test_number_of_tokens_of_each_epoch():
+    metric = NumTokens()
+    metric.of_each_epoch()
+    for _ in range(2):
+        for size in SIZES:
+            metric.update(None, torch.zeros(2, size))
+        assert metric.compute() == 2 * sum(SIZES) and not metric.state_dict()
+        metric.reset()
+
+
 def test_what_is_in_checkpoints():
     metrics = MetricCollection({"ppl": Perplexity(), "num-tokens": NumTokens(), "acc": AccuracyMine()})
     assert list(metrics.clone(prefix="train/").state_dict()) == ["num-tokens.count"]
