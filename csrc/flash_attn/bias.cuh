@@ -114,38 +114,54 @@ __device__ void load_and_add(Fragment<kRows, kCols>& s, const Bias& bias, const 
   }
 }
 
-// The lane's elements of a block of a bias. Loads of 8- and 16-bit elements are issued before the products that hide
-// their latency. fp32 elements would take too many registers, and are loaded when they are added.
-template <typename T, int kRows, int kCols>
+// The lane's elements of a block of a bias. Loads are issued before the products that hide their latency. Of fp32
+// elements, which take two words a pair, only half of the lane's rows are in registers at a time: the second half is
+// loaded when the first has been added, and the first early only with kEarlyFp32.
+template <typename T, int kRows, int kCols, bool kEarlyFp32>
 struct BiasBlock {
   static constexpr int kLaneRows = kRows / 8, kPairs = kCols / 8;
-  BiasPair<T> pairs[kLaneRows][kPairs];  // or BiasPair<bool>, which also takes one word
+  alignas(8) uint32_t words[kLaneRows][kPairs];
 
   // Here and in add_to: starts[r] is the index of the first key of the lane's r-th row; col0 is the key of column 0.
   __device__ void load(const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
-    if (bias.is_bool) return load_as<bool>(bias, starts, col0);
-    if (bias.dtype != DType::kFloat32) load_as<T>(bias, starts, col0);
+    with_type<T>(bias, [&](auto type) {
+      if constexpr (kIsEarly<decltype(type)>) load_part<decltype(type)>(0, bias, starts, col0);
+    });
   }
 
   __device__ void add_to(Fragment<kRows, kCols>& s, const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
-    if (bias.is_bool) return add_as<bool>(s);
-    bias.dtype == DType::kFloat32 ? load_and_add<float>(s, bias, starts, col0) : add_as<T>(s);
+    with_type<T>(bias, [&](auto type) {
+      using Element = decltype(type);
+#pragma unroll
+      for (int part = 0; part < kParts<Element>; ++part) {
+        if (part > 0 || !kIsEarly<Element>) load_part<Element>(part, bias, starts, col0);
+#pragma unroll
+        for (int r = 0; r < kLaneRows / kParts<Element>; ++r) {
+          add_pairs(s, part * kLaneRows / kParts<Element> + r, row<Element>(r));
+        }
+      }
+    });
   }
 
  private:
   template <typename Element>
-  __device__ void load_as(const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
-    static_assert(sizeof(BiasPair<Element>) == sizeof(pairs[0][0]));
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-      load_pairs(reinterpret_cast<BiasPair<Element>(&)[kPairs]>(pairs[r]), bias, starts[r], col0);
-    }
+  static constexpr bool kIsEarly = kEarlyFp32 || !std::is_same_v<Element, float>;
+  template <typename Element>
+  static constexpr int kParts = BiasPair<Element>::kWords;  // of the block, whose rows `words` has room for
+
+  template <typename Element>
+  using Row = BiasPair<Element>[kPairs];
+
+  template <typename Element>
+  __device__ Row<Element>& row(int r) {
+    return reinterpret_cast<Row<Element>&>(words[r * kParts<Element>]);
   }
 
   template <typename Element>
-  __device__ void add_as(Fragment<kRows, kCols>& s) const {
+  __device__ void load_part(int part, const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
+    constexpr int kRowsOfPart = kLaneRows / kParts<Element>;
 #pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) add_pairs(s, r, reinterpret_cast<const BiasPair<Element>(&)[kPairs]>(pairs[r]));
+    for (int r = 0; r < kRowsOfPart; ++r) load_pairs(row<Element>(r), bias, starts[part * kRowsOfPart + r], col0);
   }
 };
 

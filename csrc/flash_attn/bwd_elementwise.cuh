@@ -59,7 +59,7 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
     const int row0 = place.row0 + s.col(0);
     const Element* row =
         static_cast<const Element*>(bias.data) + start + place.key0 + s.row(0) + row0 * bias.rows.seqlen;
-    constexpr int kLoads = 8;  // in flight at a time: __syncwarp keeps the compiler from hoisting more into registers
+    constexpr int kLoads = 16;  // in flight at a time: __syncwarp keeps the compiler from hoisting more into registers
 #pragma unroll
     for (int c = 0; c < s.kLaneCols; c += 2) {
       if (c * s.kLaneRows % kLoads == 0) __syncwarp();
