@@ -168,7 +168,22 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
         (["trainer.accelerator=gpu", "trainer.devices=99"], "trainer.devices must be at most the number of GPUs"),
-        (["trainer.devices=0"], "trainer.devices must be at least 1, a list, or -1 or auto for all, found 0"),
+        (["trainer.devices=0"], "trainer.devices must be an integer of at least 1, a list of .* auto for all, found 0"),
+        (["trainer.devices=two"], r"\ntrainer.devices must be an integer of at least 1, .* found 'two'"),
+        (["trainer.devices=[0,1]"], r"\ntrainer.devices must be a number or auto on a CPU, found \[0, 1\]"),
+        (
+            ["strategy=tp", "trainer.strategy.tensor_parallel_size=0"],
+            r"\ntrainer\.strategy\.tensor_p.* least 1, found 0",
+        ),
+        (["strategy=tp", "trainer.strategy.tensor_parallel_size=two"], r"\ntrainer\.strategy\.tensor_p.* found 'two'"),
+        (
+            ["strategy=ddp", "++trainer.strategy.static_grap=true"],
+            r"\ntrainer.strategy.static_grap is no option of DDPStrategy: did you mean trainer.strategy.static_graph",
+        ),
+        (
+            ["trainer.strategy.find_unused_parameters=true"],
+            "Could not override (.|\n)*trainer.strategy.find_unused_parameters with strategy=ddp or strategy=zero1",
+        ),
         (["trainer.max_steps=ten"], "trainer.max_steps must be an integer of at least -1, found 'ten'"),
         (["trainer.val_check_interval=0"], "trainer.val_check_interval must be more than 0, found 0"),
         (["seed=abc"], "seed must be an integer of at least 0, found 'abc'"),
