@@ -243,19 +243,34 @@ def test_what_cannot_be_resumed(tmp_path, here, capfd):
     assert Checkpoint(tmp_path / "checkpoints" / "first" / "last.ckpt").state["global_step"] == 4
 
 
+ZERO = ["optimizer=adamw-zero", "strategy=zero1"]
+
+
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("first", "then", "says"),
     [
-        (["train.optimizer.lr=0.5"], r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5"),
-        (["trainer.max_steps=6"], r"whatever they are now: train\.scheduler\.t_initial was 4, and is 6"),
-        (["trainer.gradient_clip_val=0.5", "seed=7"], None),
+        ([], ["train.optimizer.lr=0.5"], r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5"),
+        ([], ["trainer.max_steps=6"], r"whatever they are now: train\.scheduler\.t_initial was 4, and is 6"),
+        ([], ["+train.optimizer.eps=0.1"], r"whatever they are now: train\.optimizer\.eps was None, and is 0\.1"),
+        ([], ["trainer.gradient_clip_val=0.5", "seed=7"], None),
+        ([], ZERO, None),
+        (ZERO, [], None),
+        (
+            [],
+            [*ZERO, "train.optimizer.lr=0.5"],
+            r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5; train\.scheduler\.lr_min .*\n",
+        ),
+        ([], ["+train.optimizer.betas=[0.9,0.999]", "+train.optimizer.eps=1e-8"], None),
     ],
 )
-def test_options_that_a_resumed_run_keeps(options, says, here, capfd):
-    """PyTorch restores an optimiser and a schedule with their options: a change of these would go unseen."""
-    here("name=first", "test_after_training=False")
+def test_options_that_a_resumed_run_keeps(first, then, says, here, capfd):
+    """PyTorch restores an optimiser and a schedule with their options: a change of these would go unseen.
+
+    Where another class has the same by default, nothing has changed.
+    """
+    here("name=first", "test_after_training=False", *first)
     capfd.readouterr()
-    here("name=first", "resume=True", "test_after_training=False", *options)
+    here("name=first", "resume=True", "test_after_training=False", *then)
     said = "".join(capfd.readouterr())
     assert re.search(says, said) if says else "whatever they are now" not in said
 
