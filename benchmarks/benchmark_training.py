@@ -6,11 +6,12 @@ bare          a loop of the same model, loss, precision, clipping, optimizer and
               GPU: what the harness could reach
 transformers  the harness with the model of transformers, SDPA and torch.compile
 
-The command line names cases by the number of GPUs and a name. With several GPUs, "apart" is as many independent runs at
-once, one on each, and `scaling` is the tokens per second divided by those of these runs together: what working together
-costs. Beside the harness as it is configured, others send gradients in bf16 or, with FSDP2, gather each layer twice,
-for the forward and again for the backward (ZeRO-3). Providers run one after the other. The clock runs from the end of
-one optimizer step to the end of a later one, at both of which the host waits for the GPU.
+The command line names cases by the number of GPUs and a name; `1/tiny` is for machines without a GPU, and all others
+need GPUs. With several GPUs, "apart" is as many independent runs at once, one on each, and `scaling` is the tokens per
+second divided by those of these runs together: what working together costs. Beside the harness as it is configured,
+others send gradients in bf16 or, with FSDP2, gather each layer twice, for the forward and again for the backward
+(ZeRO-3). Providers run one after the other. If a run fails, its row is left out, and the exit status is 1. The clock
+runs from the end of one optimizer step to the end of a later one, at both of which the host waits for the GPU.
 
     python -m benchmarks.benchmark_training                           # all cases that the GPUs here allow
     python -m benchmarks.benchmark_training '1/gpt2-124M*' --steps 200
@@ -120,8 +121,12 @@ class Row:
 
 
 def main() -> None:
-    """Run the cases that the command line asks for, appending rows as they are made; print them."""
+    """Run the cases that the command line asks for, appending rows as they are made; print them.
+
+    At the end, exits with status 1 and the names of the runs that have failed, if there are any.
+    """
     args = _parse()
+    failed = []
     text = args.text or (_python_files(args.csv.parent) if torch.cuda.is_available() else "python_sources")
     for case in args.chosen:
         found = {}
@@ -129,12 +134,15 @@ def main() -> None:
             if args.providers is None or provider in args.providers:
                 print(f"{case}: {provider}", file=sys.stderr, flush=True)
                 found[provider] = _run(case, [*overrides, *args.overrides], text, args.steps, apart=provider == "apart")
+        failed += [f"{case}: {provider}" for provider, result in found.items() if result is None]
         found = {provider: result for provider, result in found.items() if result is not None}
         rows = [_row(case, provider, found) for provider in found]
         append_csv(args.csv, [dataclasses.asdict(row) for row in rows])
         for row in rows:
             print(*_values(row), flush=True)
     print("rows:", args.csv)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def _python_files(folder):
@@ -166,24 +174,40 @@ def _row(case, provider, found):
 
 
 def _parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpus, with_gpus = torch.cuda.device_count(), list(cases("cuda"))
+    runnable = [case for case in with_gpus if case.devices <= gpus] if gpus else list(cases("cpu"))
+    names = ", ".join(map(str, [*cases("cpu"), *with_gpus]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"cases: {names}"
+    )
     parser.add_argument("cases", nargs="?", default="*", help="glob over devices/case (default: all that can run)")
     parser.add_argument("overrides", nargs="*", help="further arguments of run.py, for all")
     parser.add_argument("--text", help="what to train on (default: the Python code that is installed here)")
     parser.add_argument("--providers", nargs="+", help="measure these only (default: all)")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps that are measured (default: 100)")
+    parser.add_argument("--steps", type=_steps, default=100, help="optimizer steps that are measured (default: 100)")
     parser.add_argument("--csv", type=pathlib.Path, default=ROWS / "training.csv", help="default: %(default)s")
     args = parser.parse_intermixed_args()
-    gpus = torch.cuda.device_count()
-    known = list(cases("cuda" if gpus else "cpu"))
-    args.chosen = [case for case in known if fnmatch.fnmatch(str(case), args.cases) and case.devices <= max(gpus, 1)]
+    args.chosen, left_out = (
+        [case for case in some if fnmatch.fnmatch(str(case), args.cases)]
+        for some in (runnable, [case for case in with_gpus if case not in runnable])
+    )
+    needs = f"{', '.join(map(str, left_out))}: these cases need more GPUs than there are here, {gpus}"
     if not args.chosen:
-        parser.error(f"no case matches {args.cases!r} with {gpus} GPUs; there are: {', '.join(map(str, known))}")
+        parser.error(needs if left_out else f"no case matches {args.cases!r}; there are: {names}")
+    if left_out:
+        print(f"left out {needs}", file=sys.stderr)
     providers = dict.fromkeys(name for case in args.chosen for name in case.providers())
     for name in args.providers or ():
         if name not in providers:  # perhaps an argument of run.py, which --providers has taken as it followed
             parser.error(f"--providers must be of {', '.join(providers)}, found {name!r}")
     return args
+
+
+def _steps(text):
+    steps = int(text) if text.isdecimal() else 0
+    if steps < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, found {text!r}")
+    return steps
 
 
 def _run(case, overrides, text, steps, apart):

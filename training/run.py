@@ -22,7 +22,8 @@ from src.utils import hints, resolvers
 
 log = logging.getLogger(__name__)
 FOLDER = pathlib.Path(__file__).parent
-INTEGERS = {  # keys, and the least value of each; -1 means no limit
+INTEGERS = {  # keys, and the least value of each; -1 means no limit. Others may be computed from the first
+    "trainer.strategy.tensor_parallel_size": 1,
     "datamodule.batch_size": 1, "datamodule.batch_size_eval": 1, "datamodule.max_length": 1,
     "datamodule.num_workers": 0, "datamodule.loader_workers": 0, "datamodule.val_split_seed": 0,
     "train.global_batch_size": 1, "seed": 0, "trainer.max_steps": -1, "trainer.max_epochs": -1, "trainer.num_nodes": 1,
@@ -105,6 +106,7 @@ def run(config: DictConfig) -> Any:
 
 def check_values(config: DictConfig) -> None:
     """Raise ValueError for a value that would fail later, where the message could not name its key."""
+    resolvers.parsed_devices(OmegaConf.select(config, "trainer.devices"))  # first: others are computed from it
     for key, least in INTEGERS.items():
         value = OmegaConf.select(config, key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -112,9 +114,6 @@ def check_values(config: DictConfig) -> None:
     for key in FLAGS:
         if not isinstance(config[key], bool):
             raise ValueError(f"{key} must be True or False, found {config[key]!r}")
-    devices = OmegaConf.select(config, "trainer.devices")
-    if isinstance(devices, int) and devices < 1 and devices != -1:
-        raise ValueError(f"trainer.devices must be at least 1, a list, or -1 or auto for all, found {devices}")
     interval = OmegaConf.select(config, "trainer.val_check_interval")
     if isinstance(interval, int | float) and interval <= 0:
         raise ValueError(

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from src.train import check_devices, instances, loggers_of, trainer_of
+from src.train import check_devices, instances, loggers_of, strategy_of, trainer_of
 from src.utils import utils
 from src.utils.checkpoint import Checkpoint, is_complete, latest, load_checkpoint, read_file
 from src.utils.modules import is_meta, load_weights
@@ -42,13 +42,14 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     path = None if options.get("ckpt") is None else _resolved(options.ckpt)
     config = _with_checkpoint_type(config, options.get("checkpoint_type", "pytorch"), path)
     check_devices(config)
+    strategy = strategy_of(config)
     model = instantiate(config.task, cfg=config, model_cfg=config.get("model_pretrained"), _recursive_=False)
     if path is not None and not is_meta(model.model):
         weights = _weights(path, options.get("averaged"))
         missing, unexpected = load_weights(model.model, weights, f"eval.ckpt={path}", strict=False)
         if missing or unexpected:
             log.warning("%s has no weights for %s, and the model none of %s", path, missing, unexpected)
-    trainer = trainer_of(config, instances(config.get("callbacks")), loggers_of(config))
+    trainer = trainer_of(config, strategy, instances(config.get("callbacks")), loggers_of(config))
     results = {}
     for wanted, run in (("run_val", trainer.validate), ("run_test", trainer.test)):
         if options.get(wanted, True):

@@ -11,6 +11,7 @@ import argparse
 import pathlib
 
 import torch
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 
 from src.datamodules.tokenizer import ByteTokenizer
 from src.evaluation.loading import add_model_arguments, open_model
@@ -53,7 +54,8 @@ def main(argv=None):
     args = parser().parse_args(argv)
     model, tokenizer = open_model(args.checkpoint, args.tokenizer, args.device or "cpu", args.dtype or torch.float32)
     export(model, tokenizer, args.folder)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters: {args.folder}")
+    count = get_human_readable_count(sum(p.numel() for p in model.parameters())).strip()
+    print(f"{count} parameters: {args.folder}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 
 from src import engines
@@ -18,7 +19,7 @@ from src.callbacks.monitors import MonitorsExist
 from src.utils import utils
 from src.utils.checkpoint import latest
 from src.utils.folders import check_writable, only_run_in
-from src.utils.resolvers import device_count
+from src.utils.resolvers import device_count, parsed_devices
 
 log = utils.get_logger(__name__)
 
@@ -38,17 +39,18 @@ def train(config: DictConfig) -> float | None:
         L.seed_everything(config.seed, workers=True)
     OmegaConf.set_struct(config, False)
     check_devices(config)
+    strategy = strategy_of(config)
     check_warmstart(config)
     with checkpoint_folder(config):
-        return _fit(config)
+        return _fit(config, strategy)
 
 
-def _fit(config):
+def _fit(config, strategy):
     checkpoint = checkpoint_to_resume(config) if config.get("resume") else None
     model = instantiate(config.task, cfg=config, _recursive_=False)
     datamodule = model._datamodule
     callbacks, loggers = instances(config.get("callbacks")), loggers_of(config)
-    trainer = trainer_of(config, callbacks, loggers)
+    trainer = trainer_of(config, strategy, callbacks, loggers)
     log.info("Training in %s on %d x %s", os.getcwd(), trainer.world_size, trainer.accelerator.name())
     trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
     log.info("Trained to step %d", trainer.global_step)
@@ -151,30 +153,43 @@ def _keep_earlier_metrics(folder):
         file.rename(folder / f"metrics_until_{file.stat().st_mtime_ns}.csv")
 
 
-def trainer_of(config: DictConfig, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
-    """The Trainer of a configuration. Without trainer.strategy, several devices are run with DDP."""
+def strategy_of(config: DictConfig) -> Strategy:
+    """The strategy of a configuration. Without trainer.strategy, several devices are run with DDP.
+
+    Raises ValueError for a name, an option or devices with which it could not run. It is made before the data is
+    prepared, which may take hours.
+    """
+    trainer = config.trainer
+    accelerator, devices = trainer.get("accelerator") or "auto", parsed_devices(trainer.get("devices"))
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
+    if on_cpu and isinstance(devices, list):
+        raise ValueError(f"trainer.devices must be a number or auto on a CPU, found {devices}: a list names GPUs")
+    nodes, options = trainer.get("num_nodes", 1), trainer.get("strategy")
+    if not OmegaConf.is_config(options):
+        strategy = engines.strategy(options, accelerator, devices, nodes)
+    elif "_target_" in options:
+        strategy = instantiate(options, _convert_="all")
+    else:
+        raise ValueError(f"trainer.strategy must have a _target_, found {options}: give strategy=ddp or another")
+    if isinstance(strategy, engines.MeshStrategy):
+        strategy.check_size(nodes * device_count(devices, accelerator))
+    return strategy
+
+
+def trainer_of(config: DictConfig, strategy: Strategy, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
+    """The Trainer of a configuration, with the strategy that `strategy_of` has made of it."""
     options = config.trainer.copy()
     precision = str(options.get("precision", ""))
     if precision in _PRECISIONS:
         options.precision = _PRECISIONS[precision]
     options.accelerator = options.get("accelerator") or "auto"
+    options.devices = parsed_devices(options.get("devices"))
     options.pop("strategy", None)
     if not loggers:  # Lightning refuses this monitor then
         callbacks = [each for each in callbacks if not isinstance(each, LearningRateMonitor)]
     return instantiate(
-        options,
-        callbacks=[*callbacks, MonitorsExist()],
-        logger=loggers,
-        strategy=_strategy(config.trainer, options.accelerator),
-        _convert_="all",
+        options, callbacks=[*callbacks, MonitorsExist()], logger=loggers, strategy=strategy, _convert_="all"
     )
-
-
-def _strategy(trainer, accelerator):
-    name = trainer.get("strategy")
-    if OmegaConf.is_config(name):
-        return instantiate(name, _convert_="all")
-    return engines.strategy(name, accelerator, trainer.get("devices", "auto"), trainer.get("num_nodes", 1))
 
 
 def _optimized(config, metrics):

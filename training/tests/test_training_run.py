@@ -168,7 +168,22 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
         (["trainer.accelerator=gpu", "trainer.devices=99"], "trainer.devices must be at most the number of GPUs"),
-        (["trainer.devices=0"], "trainer.devices must be at least 1, a list, or -1 or auto for all, found 0"),
+        (["trainer.devices=0"], "trainer.devices must be an integer of at least 1, a list of .* auto for all, found 0"),
+        (["trainer.devices=two"], r"\ntrainer.devices must be an integer of at least 1, .* found 'two'"),
+        (["trainer.devices=[0,1]"], r"\ntrainer.devices must be a number or auto on a CPU, found \[0, 1\]"),
+        (
+            ["strategy=tp", "trainer.strategy.tensor_parallel_size=0"],
+            r"\ntrainer\.strategy\.tensor_p.* least 1, found 0",
+        ),
+        (["strategy=tp", "trainer.strategy.tensor_parallel_size=two"], r"\ntrainer\.strategy\.tensor_p.* found 'two'"),
+        (
+            ["strategy=ddp", "++trainer.strategy.static_grap=true"],
+            r"\ntrainer.strategy.static_grap is no option of DDPStrategy: did you mean trainer.strategy.static_graph",
+        ),
+        (
+            ["trainer.strategy.find_unused_parameters=true"],
+            "Could not override (.|\n)*trainer.strategy.find_unused_parameters with strategy=ddp or strategy=zero1",
+        ),
         (["trainer.max_steps=ten"], "trainer.max_steps must be an integer of at least -1, found 'ten'"),
         (["trainer.val_check_interval=0"], "trainer.val_check_interval must be more than 0, found 0"),
         (["seed=abc"], "seed must be an integer of at least 0, found 'abc'"),
@@ -228,19 +243,34 @@ def test_what_cannot_be_resumed(tmp_path, here, capfd):
     assert Checkpoint(tmp_path / "checkpoints" / "first" / "last.ckpt").state["global_step"] == 4
 
 
+ZERO = ["optimizer=adamw-zero", "strategy=zero1"]
+
+
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("first", "then", "says"),
     [
-        (["train.optimizer.lr=0.5"], r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5"),
-        (["trainer.max_steps=6"], r"whatever they are now: train\.scheduler\.t_initial was 4, and is 6"),
-        (["trainer.gradient_clip_val=0.5", "seed=7"], None),
+        ([], ["train.optimizer.lr=0.5"], r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5"),
+        ([], ["trainer.max_steps=6"], r"whatever they are now: train\.scheduler\.t_initial was 4, and is 6"),
+        ([], ["+train.optimizer.eps=0.1"], r"whatever they are now: train\.optimizer\.eps was None, and is 0\.1"),
+        ([], ["trainer.gradient_clip_val=0.5", "seed=7"], None),
+        ([], ZERO, None),
+        (ZERO, [], None),
+        (
+            [],
+            [*ZERO, "train.optimizer.lr=0.5"],
+            r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5; train\.scheduler\.lr_min .*\n",
+        ),
+        ([], ["+train.optimizer.betas=[0.9,0.999]", "+train.optimizer.eps=1e-8"], None),
     ],
 )
-def test_options_that_a_resumed_run_keeps(options, says, here, capfd):
-    """PyTorch restores an optimiser and a schedule with their options: a change of these would go unseen."""
-    here("name=first", "test_after_training=False")
+def test_options_that_a_resumed_run_keeps(first, then, says, here, capfd):
+    """PyTorch restores an optimiser and a schedule with their options: a change of these would go unseen.
+
+    Where another class has the same by default, nothing has changed.
+    """
+    here("name=first", "test_after_training=False", *first)
     capfd.readouterr()
-    here("name=first", "resume=True", "test_after_training=False", *options)
+    here("name=first", "resume=True", "test_after_training=False", *then)
     said = "".join(capfd.readouterr())
     assert re.search(says, said) if says else "whatever they are now" not in said
 

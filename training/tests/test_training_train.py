@@ -3,17 +3,21 @@
 import importlib.util
 import logging
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from hydra.errors import InstantiationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from omegaconf import OmegaConf
 
 from src import engines, train
+from src.eval import evaluate
 from src.utils import checkpoint, folders
-from training.tests.standins import small
+from src.utils.errors import message_alone
+from training.tests.standins import Data, small
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,7 @@ def test_precision(precision, expected):
     config = small("trainer.accelerator=cpu")
     if precision is not None:
         config.trainer.precision = precision
-    found = train.trainer_of(config, [], [])
+    found = train.trainer_of(config, train.strategy_of(config), [], [])
     assert found.precision == ("bf16-mixed" if expected == "16-mixed" else expected)  # which the CPU has not
 
 
@@ -37,6 +41,7 @@ def test_precision(precision, expected):
         (dict(devices=2), engines.DDPStrategy),
         (dict(devices="2", strategy="auto"), engines.DDPStrategy),
         (dict(devices=1, num_nodes=2), engines.DDPStrategy),
+        (dict(devices=-1), engines.SingleDeviceStrategy),
         (dict(devices=2, strategy="fsdp"), engines.FSDPStrategy),
         (dict(devices=2, strategy={"_target_": "src.utils.ddp_zero1.DDPStrategyZero1"}), engines.DDPStrategyZero1),
     ],
@@ -44,14 +49,43 @@ def test_precision(precision, expected):
 def test_strategy(options, kind):
     config = small("trainer.accelerator=cpu")
     config.trainer = {**config.trainer, **options}
-    assert type(train.trainer_of(config, [], []).strategy) is kind
+    assert type(train.trainer_of(config, train.strategy_of(config), [], []).strategy) is kind
 
 
-def test_a_strategy_of_another_name():
-    config = small("trainer.accelerator=cpu")
-    config.trainer.strategy = "ddp_spawn"
-    with pytest.raises(ValueError, match=r"trainer\.strategy must be one of auto, single, ddp.* found 'ddp_spawn'"):
-        train.trainer_of(config, [], [])
+@pytest.mark.parametrize("run", [train.train, evaluate])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trainer.strategy=ddp_spawn"], r"trainer\.strategy must be one of auto, single, ddp.* found 'ddp_spawn'"),
+        (["+trainer.strategy.bucket_cap_mb=9"], r"trainer\.strategy must have a _target_, found .*: give strategy=ddp"),
+        (
+            ["strategy=ddp", "trainer.strategy.ddp_comm_hook=GradBucket"],
+            r"trainer\.strategy\.ddp_comm_hook must be one of bfloat16_.*, fp16_compress_hook, found 'GradBucket'",
+        ),
+        (["strategy=ddp", "trainer.strategy.ddp_comm_hook=3"], r"ddp_comm_hook must be one of .*, found 3"),
+        (
+            ["strategy=ddp", "++trainer.strategy.static_grap=true"],
+            r"trainer\.strategy\.static_grap is no option of DDPStrategy: did you mean trainer\.strategy\.static_graph",
+        ),
+        (
+            ["strategy=fsdp", "+trainer.strategy.reshard_after_forwrd=true"],
+            r"forwrd is no option of FSDPStrategy: did you mean trainer\.strategy\.reshard_after_forward",
+        ),
+        (["strategy=ddp", "+trainer.strategy.module=1"], r"trainer\.strategy\.module is no option of DDPStrategy"),
+        (
+            ["strategy=fsdp-tp", "trainer.devices=3"],
+            r"trainer\.strategy\.tensor_parallel_size must divide the number of processes, 3, found 2",
+        ),
+        (["trainer.devices=[0,1]"], r"trainer\.devices must be a number or auto on a CPU, found \[0, 1\]"),
+        (["trainer.devices='0,'"], r"trainer\.devices must be a number or auto on a CPU, found \[0\]"),
+    ],
+)
+def test_what_cannot_run_is_found_before_the_data_is_prepared(run, arguments, says, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Data, "prepare_data", lambda self: pytest.fail("The data was prepared."))
+    with pytest.raises((ValueError, InstantiationException)) as error:
+        run(small("trainer.accelerator=cpu", *arguments))
+    assert re.search(says, message_alone(error.value))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from src.engines.mesh import MeshStrategy, TensorParallelStrategy
 from src.engines.strategies import DDPStrategy, SingleDeviceStrategy
 from src.utils.ddp_zero1 import DDPStrategyZero1
 from src.utils.ddp_zero2 import DDPStrategyZero2
-from src.utils.resolvers import device_count
+from src.utils.resolvers import device_count, parsed_devices
 
 __all__ = [
     "STRATEGIES", "DDPStrategy", "DDPStrategyZero1", "DDPStrategyZero2", "FSDPStrategy", "MeshStrategy",
@@ -79,6 +79,5 @@ def whole_on_first_process(trainer: Mapping[str, Any]) -> contextlib.AbstractCon
 def _first_device(accelerator, devices):
     if not (accelerator in ("gpu", "cuda") or (accelerator in (None, "auto") and torch.cuda.is_available())):
         return torch.device("cpu")
-    if isinstance(devices, str) and "," in devices:
-        devices = [int(each) for each in devices.split(",") if each]
-    return torch.device("cuda", 0 if devices is None or isinstance(devices, int | str) else next(iter(devices)))
+    indices = parsed_devices(devices)
+    return torch.device("cuda", indices[0] if isinstance(indices, list) else 0)

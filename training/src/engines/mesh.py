@@ -51,12 +51,18 @@ class MeshStrategy(DDPStrategy):
         """Processes that share a model read the same samples."""
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 
-    def setup_environment(self) -> None:
+    def check_size(self, processes: int) -> None:
+        """Raise ValueError if tensor_parallel_size does not divide the number of processes."""
         size = self.tensor_parallel_size
-        if size < 1 or self.world_size % size:
-            raise ValueError(f"strategy.tensor_parallel_size must divide the {self.world_size} processes, found {size}")
+        if size < 1 or processes % size:
+            raise ValueError(
+                f"trainer.strategy.tensor_parallel_size must divide the number of processes, {processes}, found {size}"
+            )
+
+    def setup_environment(self) -> None:
+        self.check_size(self.world_size)
         super().setup_environment()
-        shape = (self.data_parallel_size, size)
+        shape = (self.data_parallel_size, self.tensor_parallel_size)
         self.mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp", "tp"))
 
     def setup(self, trainer: L.Trainer) -> None:

@@ -250,9 +250,16 @@ class ExactResume(Strategy):
             raise CheckpointError("; ".join(faults[:3]) + more + options)
 
     def _warn_of_kept_options(self, state):
-        """Warn of changed options that have no effect, since PyTorch restores them with optimisers and schedules."""
-        kept = {f"train.optimizer.{key}" for each in self.optimizers for key in unwrapped(each).param_groups[0]}
-        kept |= {f"train.scheduler.{key}" for each in self.lr_scheduler_configs for key in each.scheduler.state_dict()}
+        """Warn of changed options that have no effect, since PyTorch restores them with optimisers and schedules.
+
+        What another class has by default may be an option of the one before: only what it comes to counts.
+        """
+        kept = set()
+        for optimizer, stored in zip(self.optimizers, state["optimizers"]):
+            groups = unwrapped(optimizer).param_groups[0], stored["param_groups"][0]
+            kept |= {f"train.optimizer.{key}" for key in _different(*map(_as_given, groups))}
+        for each, stored in zip(self.lr_scheduler_configs, state.get("lr_schedulers", [])):
+            kept |= {f"train.scheduler.{key}" for key in _different(each.scheduler.state_dict(), stored)}
         changed = _changes(state.get("hyper_parameters") or {}, self.lightning_module.hparams)
         without_effect = [each for each in changed if each.partition(" ")[0] in kept]
         if without_effect:
@@ -376,6 +383,17 @@ def _changes(then, now, place=""):
         keys = keys if place else [key for key in keys if key in _OF_WHAT_FITS]
         return [each for key in keys for each in _changes(then.get(key), now.get(key), f"{place}.{key}".lstrip("."))]
     return [] if then == now else [f"{place} was {then!r}, and is {now!r}"]
+
+
+def _different(now, then):
+    """The keys of `now` with another value in `then`; tuples are as good as lists."""
+    plain = [{key: list(x) if isinstance(x, tuple) else x for key, x in each.items()} for each in (now, then)]
+    return [key for key, value in plain[0].items() if key not in then or value != plain[1][key]]
+
+
+def _as_given(group):
+    """A group of an optimiser with the lr that it was given, which a scheduler has changed since."""
+    return {**group, "lr": group.get("initial_lr", group.get("lr"))}
 
 
 def _begin_validation_again(fit_loop):

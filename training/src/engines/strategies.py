@@ -1,5 +1,6 @@
 """The ways to run a whole model: on one device, and in copies on many."""
 
+import inspect
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
@@ -7,6 +8,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy as LightningSingle
 from torch.nn.parallel import DistributedDataParallel
 
 from src.engines.resume import ExactResume
+from src.utils.hints import did_you_mean
+
+_NOT_OPTIONS = {"self", "args", "kwargs", "module", "device_ids"}  # of a strategy; Lightning gives DDP the last two
 
 
 class SingleDeviceStrategy(ExactResume, LightningSingleDeviceStrategy):
@@ -25,12 +29,15 @@ class DDPStrategy(ExactResume, LightningDDPStrategy):
         ddp_comm_hook: how gradients are averaged: a function as DistributedDataParallel.register_comm_hook takes it, or
             the name of one in `src.distributed.ddp_comm_hooks`.
         kwargs: of Lightning's DDPStrategy, and of DistributedDataParallel, whose bucket_cap_mb is 100 here.
+
+    Raises ValueError for other arguments, and other names of hooks.
     """
 
     strategy_name = "ddp"
 
     def __init__(self, ddp_comm_hook: Any = None, **kwargs: Any) -> None:
-        if isinstance(ddp_comm_hook, str):
+        _check_names(type(self), kwargs)
+        if not (ddp_comm_hook is None or callable(ddp_comm_hook)):
             ddp_comm_hook = _hook(ddp_comm_hook)
         # 100 MB, since every message takes multiprocessors away from the backward: on two GPUs with NVLink, GPT-2 124M
         # trains 1 to 2 % faster than with PyTorch's 25.
@@ -72,8 +79,20 @@ def _settle_buckets(model):
 def _hook(name):
     from src.distributed import ddp_comm_hooks
 
-    if not callable(getattr(ddp_comm_hooks, name, None)):
-        raise ValueError(
-            f"strategy.ddp_comm_hook must name a function of src.distributed.ddp_comm_hooks, found {name!r}"
-        )
-    return getattr(ddp_comm_hooks, name)
+    hooks = {key: value for key, value in vars(ddp_comm_hooks).items() if key.endswith("_hook")}
+    if name not in hooks:
+        raise ValueError(f"trainer.strategy.ddp_comm_hook must be one of {', '.join(sorted(hooks))}, found {name!r}")
+    return hooks[name]
+
+
+def _check_names(strategy, options):
+    """Raise ValueError for an option that neither a strategy's classes nor DistributedDataParallel have.
+
+    The latter would refuse it when the model is wrapped, which is long after the start of a run.
+    """
+    classes = (*strategy.__mro__, DistributedDataParallel)
+    names = {name for each in classes for name in inspect.signature(each.__init__).parameters} - _NOT_OPTIONS
+    for name in options:
+        if name not in names:
+            what = f"trainer.strategy.{name} is no option of {strategy.__name__}"
+            raise ValueError(did_you_mean(what, name, names, "trainer.strategy."))

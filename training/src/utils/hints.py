@@ -2,13 +2,18 @@
 
 import difflib
 import pathlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+_AT_MOST = 4  # names in a line
 
 
 def hints(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
@@ -22,16 +27,24 @@ def hints(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
     overrides = _parsed(arguments)
     lines = []
     for override in overrides:
-        if override.key_or_group in groups:
+        group = override.key_or_group
+        if group in groups:
             for option in _options(override.value()):
-                if option not in groups[override.key_or_group]:
-                    lines.append(_line(f"{override.key_or_group}={option}", option, groups[override.key_or_group]))
-    known = [o for o in overrides if o.key_or_group in groups]
-    config = None if lines else _composed(configs, [o.input_line for o in known])
-    for override in overrides:
-        if config is not None and override.key_or_group not in groups and not override.is_add():
-            lines += _unknown_key(override.key_or_group, config, groups)
-    return lines
+                if option not in groups[group]:
+                    lines.append(did_you_mean(f"{group}={option}", option, groups[group]))
+    if lines:
+        return lines
+    config = _composed(configs, [o.input_line for o in overrides if o.key_or_group in groups])
+    if config is None:
+        return []
+    there = set(_keys(config))
+    options = {key: names for key, names in _options_by_key(configs).items() if key not in there}
+    must_exist = [o.key_or_group for o in overrides if o.type in (OverrideType.CHANGE, OverrideType.DEL)]
+    return [
+        _unknown_key(key, there, options, groups)
+        for key in must_exist
+        if key not in there and key not in groups and not key.startswith(("hydra.", "hydra/"))
+    ]
 
 
 def nulls(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
@@ -42,6 +55,14 @@ def nulls(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
         for each in _parsed(arguments)
         if each.key_or_group in groups and each.value() is None and not each.is_delete()
     ]
+
+
+def did_you_mean(what: str, name: str, names: Iterable[str], prefix: str = "") -> str:
+    """A line about `what`, with those names, behind a prefix, that are nearest to the one that was given."""
+    near = difflib.get_close_matches(name, set(names), n=_AT_MOST, cutoff=0.5)
+    if not near:
+        return f"{what}: there is nothing of a similar name."
+    return f"{what}: did you mean {' or '.join(prefix + each for each in near)}?"
 
 
 def _groups(configs):
@@ -71,30 +92,47 @@ def _options(value):
     return [each for each in values if isinstance(each, str)]
 
 
-def _composed(configs, overrides) -> DictConfig | None:
+def _composed(configs, overrides) -> Any:
     try:
         with initialize_config_dir(str(configs), version_base="1.3"):
-            return compose("config", overrides)
+            return OmegaConf.to_container(compose("config", overrides))
     except (HydraException, OmegaConfBaseException):
         return None
 
 
-def _unknown_key(key, config, groups) -> list[str]:
-    """The line for a key that the configuration does not have; no line if it has it."""
-    node, seen = config, []
-    for part in key.split("@")[0].split("."):
-        if not OmegaConf.is_dict(node):
-            return []
-        if part not in node.keys():  # `in node` is false for mandatory values (???)
-            there = list(node) if seen else [*node, *(group for group in groups if "/" not in group)]
-            return [_line(key, part, there, prefix="".join(f"{each}." for each in seen))]
-        seen.append(part)
-        node = node._get_node(part)
-    return []
+def _keys(config, prefix="") -> Iterator[str]:
+    """All keys of a configuration, as they are typed."""
+    for name, value in config.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{name}.")
 
 
-def _line(what, name, names: Iterable[str], prefix=""):
-    near = difflib.get_close_matches(name, [str(each) for each in names], n=4, cutoff=0.5)
-    if not near:
-        return f"{what}: there is nothing of a similar name."
-    return f"{what}: did you mean {' or '.join(prefix + each for each in near)}?"
+def _options_by_key(configs) -> dict[str, list[str]]:
+    """{key: the options that have it}, such as strategy=ddp, of all groups but recipes, which have keys of others."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(configs.glob("*/*.yaml"), key=lambda file: file.with_suffix("")):
+        package = re.match(r"# @package (\S+)", file.read_text())
+        prefix = package[1] if package else file.parent.name
+        if prefix != "_global_":
+            for key in (prefix, *_keys(OmegaConf.to_container(OmegaConf.load(file)), f"{prefix}.")):
+                found.setdefault(key, []).append(f"{file.parent.name}={file.stem}")
+    return found
+
+
+def _unknown_key(key, there, options, groups) -> str:
+    """The line for a key that is not there: where else one of this name is, or which are like it."""
+    same = [each for each in (*sorted(there), *options) if f".{each}".endswith(f".{key}")]
+    if same:
+        return f"{key}: there is {' or '.join(_with_options(each, options) for each in same[:_AT_MOST])}."
+    anywhere, parts = {*there, *options}, key.split(".")
+    known = next(i for i in range(len(parts)) if ".".join(parts[: i + 1]) not in anywhere)
+    prefix = "".join(f"{each}." for each in parts[:known])
+    beside = {each.removeprefix(prefix).partition(".")[0] for each in anywhere if each.startswith(prefix)}
+    if not prefix:
+        beside |= {group for group in groups if "/" not in group}
+    return did_you_mean(key, parts[known], beside, prefix)
+
+
+def _with_options(key, options):
+    return f"{key} with {' or '.join(options[key][:_AT_MOST])}" if key in options else key

@@ -44,17 +44,37 @@ def gpu_mem() -> int:
     return round(torch.cuda.get_device_properties(0).total_memory / 2**20 / 1000)
 
 
-def device_count(devices: int | str | Sequence[int], accelerator: str = "auto") -> int:
-    """How many devices of a node trainer.devices stands for: a number, a list, or "auto" or -1 for all GPUs."""
-    if isinstance(devices, Sequence) and not isinstance(devices, str):
-        return len(devices)
-    if devices in (None, "auto", "-1", -1):
-        import torch  # here, because it takes seconds, and mistyped names are found sooner
+def parsed_devices(devices: Any) -> int | list[int] | str:
+    """trainer.devices as a number, as a list of indices of GPUs, or "auto", which is all GPUs, or one process on a CPU.
 
-        return max(torch.cuda.device_count(), 1) if accelerator in ("auto", "gpu", "cuda", None) else 1
+    Raises ValueError for what is none of them.
+    """
+    if devices in (None, "auto", "-1", -1):
+        return "auto"
+    found = devices
     if isinstance(devices, str):  # "4", or a list as "0,1"
-        return len([each for each in devices.split(",") if each]) if "," in devices else int(devices)
-    return devices
+        numbers = [int(each) if each.strip().isdecimal() else each for each in devices.rstrip(",").split(",")]
+        found = numbers if "," in devices else numbers[0]
+    if type(found) is int and found > 0:
+        return found
+    if isinstance(found, Sequence) and found and all(type(each) is int for each in found):
+        return list(found)
+    raise ValueError(
+        f"trainer.devices must be an integer of at least 1, a list of indices of GPUs, or -1 or auto for all, "
+        f"found {devices!r}"
+    )
+
+
+def device_count(devices: int | str | Sequence[int] | None, accelerator: str | None = "auto") -> int:
+    """How many devices of a node trainer.devices stands for. Raises ValueError as `parsed_devices` does."""
+    found = parsed_devices(devices)
+    if isinstance(found, int):
+        return found
+    if isinstance(found, list):
+        return len(found)
+    import torch  # here, because it takes seconds, and mistyped names are found sooner
+
+    return max(torch.cuda.device_count(), 1) if accelerator in ("auto", "gpu", "cuda", None) else 1
 
 
 def more_than_one(x: int) -> bool:

@@ -553,7 +553,7 @@ def check_hook(group, folder):
     moments = [each.trainer.optimizers[0].state[each.model.layers[0].fc1.weight]["exp_avg"] for each in (task, plain)]
     assert not torch.equal(*moments)
     torch.testing.assert_close(*moments, rtol=0.002, atol=1e-4)
-    with pytest.raises(ValueError, match=r"strategy\.ddp_comm_hook must name a function.*found 'no_hook'"):
+    with pytest.raises(ValueError, match=r"trainer\.strategy\.ddp_comm_hook must be one of .*found 'no_hook'"):
         fit(folder, "ddp", group, ddp_comm_hook="no_hook")
 
 
@@ -666,7 +666,7 @@ def test_precisions_of_fsdp(name):
 
 
 def check_bad_sizes(group, folder):
-    with pytest.raises(ValueError, match=r"tensor_parallel_size must divide the 2 processes, found 3"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size must divide the number of processes, 2, found 3"):
         fit(folder, "tp", group, model="gpt", tp=3)
     with pytest.raises(ValueError, match="GPTLMHeadModel can be divided"):
         fit(folder, "tp", group, tp=2)

@@ -6,6 +6,8 @@ from src.utils import resolvers
 from src.utils.hints import hints, nulls
 from training.tests.standins import CONFIGS
 
+UNUSED, RESHARD = "trainer.strategy.find_unused_parameters", "trainer.strategy.reshard_after_forward"
+
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -22,6 +24,30 @@ from training.tests.standins import CONFIGS
         (["zzz=1"], ["zzz: there is nothing of a similar name."]),
         (["optimizer=adamv", "sceduler=step"], ["optimizer=adamv: did you mean adam"]),
         (["experiment=tiny/text", "+trainer.anything=1", "--cfg", "job", "trainer.max_steps=["], []),
+        (  # only what has to exist is blamed
+            ["experiment=tiny/text", "trainr.max_steps=1", "++trainer.x=1", "hydra.run.dir=x", "hydra/output=none"],
+            ["trainr.max_steps: did you mean trainer or train?"],
+        ),
+        (
+            ["experiment=tiny/text", "trainer.strategy.find_unused_parameters=true"],
+            [f"trainer.strategy.find_unused_parameters: there is {UNUSED} with strategy=ddp or strategy=zero1."],
+        ),
+        (
+            ["experiment=tiny/text", "strategy.reshard_after_forward=false"],
+            [f"strategy.reshard_after_forward: there is {RESHARD} with strategy=fsdp or strategy=fsdp-tp."],
+        ),
+        (
+            ["experiment=tiny/text", "strategy=fsdp", f"{UNUSED}=true", f"{RESHARD}=true"],
+            [f"{UNUSED}: there is {UNUSED} with strategy=ddp or strategy=zero1."],
+        ),
+        (["strategy=ddp", "strategy.find_unused_parameters=1"], ["strategy.find_unused_parameters: there is trainer."]),
+        (
+            ["datamodule.max_length=8", "callbacks.ema.decay=0.9"],
+            ["datamodule.max_length: there is datamodule.max_length with data", "callbacks.ema.decay: there is"],
+        ),
+        (["datamodule.max_lengt=8"], ["datamodule.max_lengt: did you mean datamodule.max_length"]),
+        (["experiment=tiny/text", "optimizer.lr=1"], ["optimizer.lr: there is train.optimizer.lr."]),
+        (["experiment=tiny/text", "trainer.max_steps.x=1"], ["trainer.max_steps.x: there is nothing of a similar"]),
     ],
 )
 def test_hints(arguments, expected):

@@ -35,6 +35,8 @@ def registered():
         ("${device_count:'0,2'}", 2),
         ("${device_count:'3'}", 3),
         ("${device_count:auto,cpu}", 1),
+        ("${device_count:-1,cpu}", 1),
+        ("${device_count:null,cpu}", 1),
         ("${more_than_one:1}", False),
         ("${more_than_one:2}", True),
         ("${run_folder:/a,b,c}", "/a/b"),
@@ -44,6 +46,22 @@ def registered():
 def test_values(text, expected):
     found = OmegaConf.create({"x": text}).x
     assert found == expected and type(found) is type(getattr(expected, "expected", expected))
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [(2, 2), ("2", 2), ([3], [3]), ((0, 1), [0, 1]), ("0,1", [0, 1]), ("3,", [3]), (-1, "auto"), ("-1", "auto"),
+     (None, "auto"), ("auto", "auto")],
+)  # fmt: skip
+def test_devices(devices, expected):
+    assert resolvers.parsed_devices(devices) == expected
+
+
+@pytest.mark.parametrize("devices", ["two", "", "0,x", 0, -2, 2.0, True, [], ["a"], [0.5]])
+def test_what_devices_are_not(devices):
+    with pytest.raises(ValueError, match=r"trainer\.devices must be an integer of at least 1") as error:
+        resolvers.parsed_devices(devices)
+    assert str(error.value).endswith(f"found {devices!r}")
 
 
 @pytest.mark.parametrize(
