@@ -29,6 +29,7 @@ struct DmaskConfig {
   static constexpr int kHeadDim = kHeadDim_, kWidth = kWidth_;
   static constexpr bool kPlain = false, kRanged = false, kPaged = true;
   static constexpr int kRows = 64, kKeys = 128, kThreads = 128, kWarpRows = 16;
+  static constexpr int kChannelsV = 0;  // there is no output
 };
 
 template <typename Config>
