@@ -12,6 +12,8 @@ portable            this library's kernels for sm_80, on a GPU that would otherw
 deterministic       this library's backward with that option
 padded              this library, with v filled up to the head_dim of k before the call
 
+flash_attn_packed_*  sequences of several lengths in one tensor, "4096+2x512" for instance, beside PyTorch's function for
+                     them, if it takes groups of heads
 flash_attn_features  what a feature costs. A sink, and key ranges that amount to causal, beside the plain causal call
                      ("flash_attn"); documents of 1k tokens in rows of 16k as key ranges, beside the same as packed
                      sequences ("flash_attn"); 4 first keys and a window of 1k as two ranges, and as a mask of bool,
@@ -25,6 +27,7 @@ flash_attn_host      for their host_us: tensors so small that the host takes lon
 """
 
 import functools
+import inspect
 import itertools
 import operator
 import os
@@ -32,6 +35,7 @@ import os
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.harness import DTYPES, Case, backward_of, main
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
@@ -80,6 +84,21 @@ EXACT = {
 DOCUMENTS = 16  # in a row of FEATURED
 FIRST, WINDOW = 4, 1024  # keys
 BIASED = {"cuda": [(2, 16, 16, 4096, 128), (8, 16, 16, 2048, 64), (32, 8, 8, 512, 64)], "cpu": [(1, 4, 4, 1024, 64)]}
+PACKED = {  # lengths with how often each occurs; heads, heads_k, head_dim
+    "cuda": list(
+        itertools.product(
+            (
+                {512: 32},
+                {1024: 16},
+                {2048: 8},
+                {4096: 2, 2048: 2, 1024: 4},
+                {8192: 1, 4096: 1, 2048: 1, 1024: 1, 512: 2},
+            ),
+            ((32, 32, 64), (16, 16, 128), (16, 4, 128)),
+        )
+    ),
+    "cpu": [],
+}
 PAGE_SIZES = {"cuda": (0, 16, 256), "cpu": (0,)}  # 0: a dense cache
 HOST = {"cuda": [(1, 8, 8, 128, 128)], "cpu": []}
 MEMORY = {"cuda": [2**n for n in range(10, 17)], "cpu": []}  # tokens of one sequence with two heads of 128
@@ -112,6 +131,18 @@ def cases(device):
                     functools.partial(decoding, shape, DTYPES[dtype], device, page_size),
                     bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
                 )
+    for (lengths, heads), dtype, causal in itertools.product(PACKED[device], TYPES[device], (False, True)):
+        seen = sum(times * scores((1, heads[0], heads[1], length), causal) for length, times in lengths.items())
+        name = "+".join(f"{times}x{length}" if times > 1 else str(length) for length, times in lengths.items())
+        groups = "/".join(map(str, dict.fromkeys(heads[:2])))
+        for op, backwards, cost in (("fwd", False, 4), ("bwd", True, 10)):
+            yield Case(
+                f"flash_attn_packed_{op}",
+                f"{name} {groups}x{heads[2]}" + " causal" * causal,
+                dtype,
+                functools.partial(packed, backwards, lengths, heads, DTYPES[dtype], device, causal),
+                flops=cost * seen * heads[2],
+            )
     for shape in FEATURED[device]:
         document = *shape[:3], shape[3] // DOCUMENTS, shape[4]
         kinds = (
@@ -277,6 +308,23 @@ def decoding(shape, dtype, device, page_size):
         "flash_attn": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths),
         **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, False).items()},
     }
+
+
+def packed(backward, lengths, heads, dtype, device, causal):
+    """Packed sequences; in the backward, also deterministic."""
+    sizes = [length for length, times in lengths.items() for _ in range(times)]
+    starts = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+    options = dict(dtype=dtype, device=device, requires_grad=backward)
+    inputs = [torch.randn(sum(sizes), each, heads[2], **options) for each in (heads[0], heads[1], heads[1])]
+    bounds = starts, starts, max(sizes), max(sizes)
+    attend = functools.partial(flash_attn_varlen_func, *inputs, *bounds, causal=causal)
+    functions = {"flash_attn": attend}
+    if backward:
+        functions["deterministic"] = functools.partial(attend, deterministic=True)
+    if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+        window = -1, 0 if causal else -1
+        functions["torch"] = functools.partial(varlen_attn, *inputs, *bounds, window_size=window, enable_gqa=True)
+    return {name: backward_of(each, *inputs) if backward else each for name, each in functions.items()}
 
 
 def causally(backward, shape, dtype, device):

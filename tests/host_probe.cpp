@@ -157,7 +157,7 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
   p.row_max = problem->row_max ? any_maxima : nullptr;
   p.aligned = problem->aligned;
   const FwdHints hints{problem->longest_q, 96, 0, 132, 227 * 1024, true};
-  const BwdHints bwd_hints{false, true, 132};
+  const BwdHints bwd_hints{96, 96, false, true, 132};
   BwdParams bwd{};
   bwd.problem = p.problem;
   bwd.aligned = p.aligned;
@@ -202,7 +202,8 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
 // rounds dq, the order of rows.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
-                          int64_t multiprocessors, bool capped, bool ranged, int64_t head_dim_v, int64_t* plan) {
+                          int64_t multiprocessors, bool capped, bool ranged, int64_t head_dim_v, int64_t longest,
+                          int64_t* plan) {
   static const int any_int[] = {0};
   BwdParams p{};
   p.problem.batch = batch;
@@ -218,8 +219,11 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   p.problem.softcap = capped ? 30 : 0;
   p.problem.ranges.data = ranged ? any_int : nullptr;
   p.aligned = true;
-  const auto [chosen, sizes] = plan_bwd(
-      p, {.deterministic = deterministic, .has_sm90 = has_sm90, .multiprocessors = static_cast<int>(multiprocessors)});
+  const auto [chosen, sizes] = plan_bwd(p, {.longest_q = longest ? longest : seqlen_q,
+                                            .longest_k = longest ? longest : seqlen_k,
+                                            .deterministic = deterministic,
+                                            .has_sm90 = has_sm90,
+                                            .multiprocessors = static_cast<int>(multiprocessors)});
   const auto* portable = std::get_if<BwdSm80Plan>(&chosen);
   const auto* hopper = std::get_if<BwdSm90Plan>(&chosen);
   return answer(plan, {sizes.dq_accum, sizes.row_values, sizes.semaphores,

@@ -621,10 +621,13 @@ LAST_FIRST, FIRST_FIRST, ROTATED = range(3)
 
 def bwd_plan(
     host, *problem, causal=False, deterministic=False, has_sm90=False, multiprocessors=132, capped=False, ranged=False,
-    head_dim_v=0
+    head_dim_v=0, longest=0
 ):  # fmt: skip
-    """problem: batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed. head_dim_v: 0 is that of the keys."""
-    hints = causal, deterministic, has_sm90, multiprocessors, capped, ranged, head_dim_v
+    """problem: batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed.
+
+    head_dim_v: 0 is that of the keys. longest: rows and keys of the longest entry; 0 is seqlen_q and seqlen_k.
+    """
+    hints = causal, deterministic, has_sm90, multiprocessors, capped, ranged, head_dim_v, longest
     return BwdPlan(*numbers(host, 9, "find_bwd_plan", *problem, *hints))
 
 
@@ -685,6 +688,25 @@ def test_key_heads_whose_blocks_start_together_on_sm90(
     problem = 4, 8 * group, 8, head_dim, rows, rows, packed
     plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True)
     assert plan.section_heads == section
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (64, True), (128, False), (128, True)])
+def test_packed_entries_wait_as_dense_ones_of_the_length_of_the_longest(host, head_dim, causal):
+    options = dict(causal=causal, deterministic=True, has_sm90=True)
+    for longest in (512, 1024, 2048, 4096, 16384):
+        packed = bwd_plan(host, 32, 64, 64, head_dim, 16384, 16384, True, longest=longest, **options)
+        dense = bwd_plan(host, 32, 64, 64, head_dim, longest, longest, False, **options)
+        rounded = head_dim == 64 and not causal and longest == 16384  # such blocks wait less
+        assert packed.section_heads == (8 if rounded else dense.section_heads)
+
+
+@pytest.mark.parametrize(
+    ("causal", "longest", "section"), [(False, 2048, 1), (True, 2048, 4), (True, 512, 8), (True, 16384, 2)]
+)
+def test_packed_entries_that_do_not_wait(host, causal, longest, section):
+    """Under a causal mask, sections are made for the rows of the longest entry, otherwise for all."""
+    plan = bwd_plan(host, 32, 16, 4, 128, 16384, 16384, True, causal=causal, has_sm90=True, longest=longest)
+    assert not plan.waits and plan.section_heads == section
 
 
 @pytest.mark.parametrize("option", ["capped", "ranged"])

@@ -687,7 +687,12 @@ Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, con
   p.dq = gradients.q.ref, p.dk = gradients.k.ref, p.dv = gradients.v.ref;
   p.aligned = all_aligned(p);
   const int device = q.get_device_index();
-  const flash_attn::BwdHints hints{.deterministic = options.deterministic,
+  const auto longest = [&](const std::optional<int64_t>& bound, int64_t size) {
+    return std::max<int64_t>(tokens ? bound.value_or(size) : size, 1);
+  };
+  const flash_attn::BwdHints hints{.longest_q = longest(options.max_seqlen_q, x.q.seqlen),
+                                   .longest_k = longest(options.max_seqlen_k, x.k.seqlen),
+                                   .deterministic = options.deterministic,
                                    .has_sm90 = flash_attn::has_sm90(device),
                                    .multiprocessors = num_multiprocessors(device)};
   set_more(p, hints);

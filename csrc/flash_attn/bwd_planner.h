@@ -15,6 +15,8 @@ namespace flash::flash_attn {
 
 // What else a plan depends on.
 struct BwdHints {
+  int64_t longest_q;  // no entry has more rows, as the caller says; at least 1
+  int64_t longest_k;  // likewise keys
   bool deterministic;
   bool has_sm90;  // whether the kernels for sm_90 can run on the device
   int multiprocessors;
@@ -87,22 +89,25 @@ inline bool is_plain(const Problem& p) {
   return features_of<BwdSm90Plan>(p, has_plain_products(p)) == Features::kPlain;
 }
 
-// The bytes of q, dout and dq_accum (16, 16 and 32 bits) that the key blocks of a head read and add to.
-inline int64_t row_bytes_of_head(const Problem& p) {
-  return int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k) * p.seqlen_q;
+// The bytes of q, dout and dq_accum (16, 16 and 32 bits) in so many rows of the query heads that share a key head.
+inline int64_t bytes_of_rows(const Problem& p, int64_t rows) {
+  return int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k) * rows;
 }
 
 // How many heads are in a section if key blocks add in the order of their keys. Those of a head that start together
 // begin one after the other. Under a causal mask they still end no later than one another, since each has one or two
 // row blocks less than the one before it; then the next ones start together again. There, few key blocks of a head at a
-// time are worth more than what stays in the L2 cache: as many heads as have 65536 keys (packed: of all entries
-// together). Without a mask, as many as have rows of about 16 MB. Both within bounds.
-inline int section_of_blocks_in_order(const Problem& p, bool rounds_dq) {
+// time are worth more than what stays in the L2 cache: as many heads as have 65536 keys. Without a mask, as many as
+// have rows of about 16 MB. Both within bounds. Only key blocks of one entry wait for each other, so the longest one
+// counts.
+inline int section_of_blocks_in_order(const Problem& p, const BwdHints& hints, bool rounds_dq) {
   const int head_dim = instance_on_sm90(p);
   if (head_dim > 128) return is_causal(p) ? 16 : 8;
-  if (is_causal(p)) return std::clamp((64 << 10) / p.seqlen_k, 16, head_dim <= 64 ? 64 : 32);
+  if (is_causal(p)) {
+    return static_cast<int>(std::clamp<int64_t>((64 << 10) / hints.longest_k, 16, head_dim <= 64 ? 64 : 32));
+  }
   const int64_t least = rounds_dq && head_dim <= 64 && is_plain(p) ? 2 : 8;
-  return static_cast<int>(std::clamp<int64_t>((16 << 20) / row_bytes_of_head(p), least, 32));
+  return static_cast<int>(std::clamp<int64_t>((16 << 20) / bytes_of_rows(p, hints.longest_q), least, 32));
 }
 
 // The same if the main kernel rounds dQ, and key blocks other than the first and the last add in any order: as many
@@ -112,17 +117,18 @@ inline int section_of_rounding_blocks(const Problem& p) {
   const bool causal = is_causal(p);
   const bool waits_little = instance_on_sm90(p) <= 64 && is_plain(p);
   const int64_t least = !waits_little ? 8 : causal ? 2 : 1;
-  const int64_t heads = std::clamp<int64_t>((8 << 20) / row_bytes_of_head(p), least, 32);
+  const int64_t heads = std::clamp<int64_t>((8 << 20) / bytes_of_rows(p, p.seqlen_q), least, 32);
   return static_cast<int>(heads) * (causal ? 2 : 1);
 }
 
 // The same if no key block waits: as many heads as have rows of about 32 MB, within bounds. Under a causal mask, the
 // longest key blocks take twice the mean time. A section then needs two key blocks for each SM, or else the long ones
-// of the last section would end late.
-inline int section_of_free_blocks(const Problem& p, int multiprocessors) {
+// of the last section would end late. Of packed entries the rows of the longest count then, since key blocks of one
+// section are in few entries at a time; but without a mask it is faster to count all rows.
+inline int section_of_free_blocks(const Problem& p, const BwdHints& hints) {
   if (instance_on_sm90(p) > 128) return 8;
-  int64_t heads = (32 << 20) / row_bytes_of_head(p);
-  if (is_causal(p)) heads = std::max(heads, 2 * multiprocessors / ceil_div(int64_t{p.seqlen_k}, 128));
+  int64_t heads = (32 << 20) / bytes_of_rows(p, is_causal(p) ? hints.longest_q : p.seqlen_q);
+  if (is_causal(p)) heads = std::max(heads, 2 * hints.multiprocessors / ceil_div(int64_t{p.seqlen_k}, 128));
   return static_cast<int>(std::clamp<int64_t>(heads, 1, 8));
 }
 
@@ -187,9 +193,9 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   plan.rounds_dq = rounds_dq(p, plan.in_order);
   plan.waits = plan.in_order || plan.rounds_dq;
   plan.row_order = row_order(p, plan);
-  plan.section_heads = plan.in_order    ? section_of_blocks_in_order(p, plan.rounds_dq)
+  plan.section_heads = plan.in_order    ? section_of_blocks_in_order(p, hints, plan.rounds_dq)
                        : plan.rounds_dq ? section_of_rounding_blocks(p)
-                                        : section_of_free_blocks(p, hints.multiprocessors);
+                                        : section_of_free_blocks(p, hints);
   plan.blocks = hints.multiprocessors;
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan,
