@@ -12,8 +12,8 @@ portable            this library's kernels for sm_80, on a GPU that would otherw
 deterministic       this library's backward with that option
 padded              this library, with v filled up to the head_dim of k before the call
 
-flash_attn_packed_*  sequences of several lengths in one tensor, "4096+2x512" for instance, beside PyTorch's function for
-                     them, if it takes groups of heads
+flash_attn_packed_*  sequences of several lengths in one tensor, such as "4096+2x512", beside PyTorch's varlen_attn, if
+                     the installed one has the options
 flash_attn_features  what a feature costs. A sink, and key ranges that amount to causal, beside the plain causal call
                      ("flash_attn"); documents of 1k tokens in rows of 16k as key ranges, beside the same as packed
                      sequences ("flash_attn"); 4 first keys and a window of 1k as two ranges, and as a mask of bool,
@@ -321,9 +321,10 @@ def packed(backward, lengths, heads, dtype, device, causal):
     functions = {"flash_attn": attend}
     if backward:
         functions["deterministic"] = functools.partial(attend, deterministic=True)
-    if {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-        window = -1, 0 if causal else -1
-        functions["torch"] = functools.partial(varlen_attn, *inputs, *bounds, window_size=window, enable_gqa=True)
+    grouped = {"enable_gqa": True} if heads[1] < heads[0] else {}
+    theirs = {"window_size": (-1, 0 if causal else -1)} | grouped
+    if theirs.keys() <= inspect.signature(varlen_attn).parameters.keys():
+        functions["torch"] = functools.partial(varlen_attn, *inputs, *bounds, **theirs)
     return {name: backward_of(each, *inputs) if backward else each for name, each in functions.items()}
 
 

@@ -199,7 +199,7 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
 
 // plan: elements of scratch for dq_accum, row values and semaphores; key heads of a section; whether blocks wait;
 // whether the kernels for sm_90 take the problem; and, of them, whether blocks add in order, whether the main kernel
-// rounds dq, the order of rows.
+// rounds dq, the order of rows; entries of a section.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
                           int64_t multiprocessors, bool capped, bool ranged, int64_t head_dim_v, int64_t longest,
@@ -229,7 +229,8 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   return answer(plan, {sizes.dq_accum, sizes.row_values, sizes.semaphores,
                        hopper ? hopper->section_heads : portable->section_heads,
                        hopper ? hopper->waits : portable->waits, hopper != nullptr, hopper && hopper->in_order,
-                       hopper && hopper->rounds_dq, hopper ? static_cast<int>(hopper->row_order) : 0});
+                       hopper && hopper->rounds_dq, hopper ? static_cast<int>(hopper->row_order) : 0,
+                       hopper ? hopper->section_entries : portable->section_entries});
 }
 
 // offsets: of dq_accum, lse_log2, softmax_d, next_block, semaphores and the end of the scratch, in elements.

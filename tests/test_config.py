@@ -614,6 +614,7 @@ class BwdPlan(typing.NamedTuple):
     in_order: bool
     rounds_dq: bool
     row_order: int
+    section_entries: int = 1
 
 
 LAST_FIRST, FIRST_FIRST, ROTATED = range(3)
@@ -628,7 +629,7 @@ def bwd_plan(
     head_dim_v: 0 is that of the keys. longest: rows and keys of the longest entry; 0 is seqlen_q and seqlen_k.
     """
     hints = causal, deterministic, has_sm90, multiprocessors, capped, ranged, head_dim_v, longest
-    return BwdPlan(*numbers(host, 9, "find_bwd_plan", *problem, *hints))
+    return BwdPlan(*numbers(host, 10, "find_bwd_plan", *problem, *hints))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -675,7 +676,8 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     (1, 128, 4096, False, True, False, 8),
     (1, 128, 8192, False, False, False, 4), (1, 128, 16384, False, True, False, 2),
     (8, 128, 8192, False, False, False, 1), (8, 128, 8192, False, True, False, 4),
-    (1, 128, 131072, False, True, False, 1), (1, 256, 16384, False, True, False, 8),
+    (1, 128, 131072, False, True, False, 1), (1, 256, 16384, False, True, False, 2),
+    (1, 256, 2048, False, False, False, 8), (1, 256, 8192, False, False, False, 2),
 ])  # fmt: skip
 def test_key_heads_whose_blocks_start_together_on_sm90(
     host, group, head_dim, rows, packed, causal, deterministic, section
@@ -698,6 +700,18 @@ def test_packed_entries_wait_as_dense_ones_of_the_length_of_the_longest(host, he
         dense = bwd_plan(host, 32, 64, 64, head_dim, longest, longest, False, **options)
         rounded = head_dim == 64 and not causal and longest == 16384  # such blocks wait less
         assert packed.section_heads == (8 if rounded else dense.section_heads)
+
+
+@pytest.mark.parametrize(
+    ("heads_k", "packed", "deterministic", "entries"),
+    [(64, True, True, 1), (16, True, True, 1), (8, True, True, 2), (3, True, True, 6), (8, False, True, 1),
+     (8, True, False, 1)],
+)  # fmt: skip
+def test_packed_entries_take_the_place_of_heads(host, heads_k, packed, deterministic, entries):
+    """Where blocks add in order, those of 16 heads of the same or of several entries are taken together."""
+    problem = 32, heads_k, heads_k, 128, 16384, 16384, packed
+    plan = bwd_plan(host, *problem, causal=True, deterministic=deterministic, has_sm90=True, longest=2048)
+    assert plan.section_entries == entries
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ INTEGERS = {  # keys, and the least value of each; -1 means no limit. Others may
     "datamodule.batch_size": 1, "datamodule.batch_size_eval": 1, "datamodule.max_length": 1,
     "datamodule.num_workers": 0, "datamodule.loader_workers": 0, "datamodule.val_split_seed": 0,
     "train.global_batch_size": 1, "seed": 0, "trainer.max_steps": -1, "trainer.max_epochs": -1, "trainer.num_nodes": 1,
+    "trainer.log_every_n_steps": 0,
 }  # fmt: skip
 FLAGS = ("resume", "print_config", "ignore_warnings", "test_after_training")
 NEEDED = {
@@ -114,6 +115,9 @@ def check_values(config: DictConfig) -> None:
     for key in FLAGS:
         if not isinstance(config[key], bool):
             raise ValueError(f"{key} must be True or False, found {config[key]!r}")
+    name = config.get("name")
+    if name is not None and (OmegaConf.is_config(name) or {"/", ".."} & set(pathlib.PurePath(str(name)).parts)):
+        raise ValueError(f"name must be that of a folder in checkpoint_dir, found {name!r}")
     interval = OmegaConf.select(config, "trainer.val_check_interval")
     if isinstance(interval, int | float) and interval <= 0:
         raise ValueError(

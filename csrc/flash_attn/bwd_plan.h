@@ -44,11 +44,12 @@ enum class RowOrder {
 // The part of a plan that also the small kernels before and after the main one read.
 struct BwdCommonPlan {
   BwdScratch scratch;
-  int section_heads = 1;   // key heads of a section: see key_work in bwd_schedule.cuh
-  bool waits = false;      // thread blocks wait for one another before they touch the same rows of dQ: if the call is
-                           // deterministic, or if rounds_dq
-  bool rounds_dq = false;  // the main kernel rounds dQ, and dq_accum need not start as zeros; otherwise bwd_finish.cu
-                           // rounds
+  int section_heads = 1;    // key heads of a section: see key_work in bwd_schedule.cuh
+  int section_entries = 1;  // packed entries whose key blocks are taken together
+  bool waits = false;       // thread blocks wait for one another before they touch the same rows of dQ: if the call is
+                            // deterministic, or if rounds_dq
+  bool rounds_dq = false;   // the main kernel rounds dQ, and dq_accum need not start as zeros; otherwise bwd_finish.cu
+                            // rounds
   // (heads of all entries, rows_per_head), padded so that TMA can copy whole row blocks; null for bwd_sm80.cuh. Rows
   // that see no key or do not exist have +inf and 0, which make their probabilities and gradients 0.
   float* lse_log2 = nullptr;  // log2(e) lse

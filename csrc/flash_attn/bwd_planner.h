@@ -99,7 +99,9 @@ inline int64_t bytes_of_rows(const Problem& p, int64_t rows) {
 // row blocks less than the one before it; then the next ones start together again. There, few key blocks of a head at a
 // time are worth more than what stays in the L2 cache: as many heads as have 65536 keys. Without a mask, as many as
 // have rows of about 16 MB. Both within bounds. Only key blocks of one entry wait for each other, so the longest one
-// counts.
+// counts; and where there are fewer than kFewestInOrder key heads, those of several packed entries take their place.
+constexpr int kFewestInOrder = 16;
+
 inline int section_of_blocks_in_order(const Problem& p, const BwdHints& hints, bool rounds_dq) {
   const int head_dim = instance_on_sm90(p);
   if (head_dim > 128) return is_causal(p) ? 16 : 8;
@@ -126,7 +128,6 @@ inline int section_of_rounding_blocks(const Problem& p) {
 // of the last section would end late. Of packed entries the rows of the longest count then, since key blocks of one
 // section are in few entries at a time; but without a mask it is faster to count all rows.
 inline int section_of_free_blocks(const Problem& p, const BwdHints& hints) {
-  if (instance_on_sm90(p) > 128) return 8;
   int64_t heads = (32 << 20) / bytes_of_rows(p, is_causal(p) ? hints.longest_q : p.seqlen_q);
   if (is_causal(p)) heads = std::max(heads, 2 * hints.multiprocessors / ceil_div(int64_t{p.seqlen_k}, 128));
   return static_cast<int>(std::clamp<int64_t>(heads, 1, 8));
@@ -196,6 +197,7 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   plan.section_heads = plan.in_order    ? section_of_blocks_in_order(p, hints, plan.rounds_dq)
                        : plan.rounds_dq ? section_of_rounding_blocks(p)
                                         : section_of_free_blocks(p, hints);
+  if (plan.in_order && p.cu_seqlens_k != nullptr) plan.section_entries = ceil_div(kFewestInOrder, p.heads_k);
   plan.blocks = hints.multiprocessors;
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan,

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
@@ -31,20 +32,42 @@ __host__ __device__ inline int64_t num_key_heads(const Problem& p) {
   return int64_t{p.heads_k} * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
 }
 
-// The key block with a given index. Sections of section_size key heads follow one another; in a section come first the
-// first key blocks of all its heads, then the second ones, and so on.
+// The key block with a given index. Sections of plan.section_heads key heads follow one another; in a section come
+// first the first key blocks of all its heads, then the second ones, and so on. Packed entries are taken
+// plan.section_entries at a time: their first key blocks, in all heads of the section, then their second ones, and so
+// on.
 template <int kBlockN>
-__device__ KeyWork key_work(const Problem& p, int section_size, int block) {
+__device__ KeyWork key_work(const Problem& p, const BwdCommonPlan& plan, int block) {
   const int per_head = blocks_per_head(p, kBlockN), heads = static_cast<int>(num_key_heads(p));
-  const int section = block / (section_size * per_head), place = block % (section_size * per_head);
-  const int section_heads = min(section_size, heads - section * section_size);
-  const int head = section * section_size + place % section_heads, index = place / section_heads;
+  const int section = block / (plan.section_heads * per_head), place = block % (plan.section_heads * per_head);
+  const int section_heads = min(plan.section_heads, heads - section * plan.section_heads);
+  const int head = section * plan.section_heads + place % section_heads, index = place / section_heads;
 
   if (p.cu_seqlens_k == nullptr) return {head / p.heads_k, head % p.heads_k, index};
   // The key blocks of entry b start at cu_seqlens_k[b] / kBlockN + b: as in entry_of_slot (schedule.cuh).
-  const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry) / kBlockN + entry; };
-  const int entry = last_entry_from(p.batch, index, start_of);
-  return {entry, head, index - start_of(entry)};
+  const auto start_of = [&](int entry) {
+    return entry < p.batch ? __ldg(p.cu_seqlens_k + entry) / kBlockN + entry : per_head;
+  };
+  const int found = last_entry_from(p.batch, index, start_of);
+  if (plan.section_entries == 1) return {found, head, index - start_of(found)};
+
+  const int first = found / plan.section_entries * plan.section_entries;
+  const int end = min(first + plan.section_entries, p.batch);
+  const auto blocks_of_entry = [&](int entry) { return start_of(entry + 1) - start_of(entry); };
+  const auto blocks_before = [&](int number) {  // how many come before the entries' key blocks of this number
+    int sum = 0;
+    for (int entry = first; entry < end; ++entry) sum += min(number, blocks_of_entry(entry));
+    return sum;
+  };
+  // Before the blocks of number n come at least n, those of the longest entry, and at most n of each entry.
+  const int in_entries = index - start_of(first), least = in_entries / plan.section_entries;
+  const auto from_least = [&](int above) { return blocks_before(least + above); };
+  const int number = least + last_entry_from(in_entries - least + 1, in_entries, from_least);
+  int entry = first;
+  for (int skipped = in_entries - blocks_before(number); entry < end - 1; ++entry) {
+    if (number < blocks_of_entry(entry) && skipped-- == 0) break;
+  }
+  return {entry, head, number};
 }
 
 // How many key blocks a problem has.

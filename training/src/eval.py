@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from src.train import check_devices, instances, loggers_of, strategy_of, trainer_of
+from src.train import check_devices, check_trainer, instances, loggers_of, strategy_of, trainer_of
 from src.utils import utils
 from src.utils.checkpoint import Checkpoint, is_complete, latest, load_checkpoint, read_file
 from src.utils.modules import is_meta, load_weights
@@ -41,6 +41,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     options = config.eval
     path = None if options.get("ckpt") is None else _resolved(options.ckpt)
     config = _with_checkpoint_type(config, options.get("checkpoint_type", "pytorch"), path)
+    check_trainer(config)
     check_devices(config)
     strategy = strategy_of(config)
     model = instantiate(config.task, cfg=config, model_cfg=config.get("model_pretrained"), _recursive_=False)

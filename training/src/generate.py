@@ -12,6 +12,7 @@ import argparse
 import torch
 from torch import nn
 
+from flash_attn.utils.generation import GenerationMixin
 from src.evaluation.loading import add_model_arguments, longest_input, open_model, text_ids
 from src.utils.errors import run_command
 
@@ -56,12 +57,18 @@ def generate(
     if max_length <= len(ids):
         raise ValueError(f"prompt must have less than {limit} tokens, the model's positions, found {len(ids)}")
     device = next(model.parameters()).device
-    sampling = dict(top_k=1) if greedy else dict(top_k=top_k, top_p=top_p, temperature=temperature)
-    sequences = model.generate(
-        torch.tensor([ids], device=device), max_length=max_length, eos_token_id=tokenizer.eos_token_id,
-        repetition_penalty=repetition_penalty, cg=device.type == "cuda",
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None, **sampling,
+    options = dict(
+        max_length=max_length, eos_token_id=tokenizer.eos_token_id, repetition_penalty=repetition_penalty,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None,
     )  # fmt: skip
+    sampling = dict(top_k=top_k, top_p=top_p, temperature=temperature)
+    if isinstance(model, GenerationMixin):  # which leaves out ids that the tokenizer lacks
+        options |= dict(vocab_size=len(tokenizer), cg=device.type == "cuda", **(dict(top_k=1) if greedy else sampling))
+    else:  # a model of transformers
+        lacking = list(range(len(tokenizer), model.config.vocab_size))
+        options |= dict(do_sample=not greedy, suppress_tokens=lacking, pad_token_id=tokenizer.eos_token_id)
+        options |= {} if greedy else sampling | dict(top_p=top_p or 1.0)
+    sequences = model.generate(torch.tensor([ids], device=device), **options)
     return tokenizer.decode(sequences[0, len(ids) :].tolist(), skip_special_tokens=True)
 
 

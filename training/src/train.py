@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 import os
 import pathlib
 from typing import Any
@@ -10,6 +11,7 @@ import lightning as L
 import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
@@ -19,11 +21,14 @@ from src.callbacks.monitors import MonitorsExist
 from src.utils import utils
 from src.utils.checkpoint import latest
 from src.utils.folders import check_writable, only_run_in
+from src.utils.hints import did_you_mean
 from src.utils.resolvers import device_count, parsed_devices
 
 log = utils.get_logger(__name__)
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}  # ours, Lightning's
+_MORE_PRECISIONS = {*_PRECISIONS.values(), "16-true", "bf16-true"}
+_ACCELERATORS = ("auto", "gpu", *sorted(AcceleratorRegistry.available_accelerators()))
 
 
 def train(config: DictConfig) -> float | None:
@@ -38,6 +43,7 @@ def train(config: DictConfig) -> float | None:
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True)
     OmegaConf.set_struct(config, False)
+    check_trainer(config)
     check_devices(config)
     strategy = strategy_of(config)
     check_warmstart(config)
@@ -65,6 +71,21 @@ def _fit(config, strategy):
     return _optimized(config, metrics)
 
 
+def check_trainer(config: DictConfig) -> None:
+    """Raise ValueError for what Lightning's Trainer would refuse, but after the data has been prepared."""
+    options = {key: value for key, value in config.trainer.items() if key != "_target_"}
+    known = inspect.signature(L.Trainer).parameters
+    for name in options:
+        if name not in known:
+            what = f"trainer.{name} is no option of Lightning's Trainer"
+            raise ValueError(did_you_mean(what, name, known, "trainer."))
+    accelerator, precision = options.get("accelerator"), options.get("precision")
+    if accelerator is not None and accelerator not in _ACCELERATORS:
+        raise ValueError(f"trainer.accelerator must be one of {', '.join(_ACCELERATORS)}, found {accelerator!r}")
+    if precision is not None and str(precision) not in {*_PRECISIONS, *_MORE_PRECISIONS}:
+        raise ValueError(f"trainer.precision must be one of {', '.join(_PRECISIONS)}, found {precision!r}")
+
+
 def check_devices(config: DictConfig) -> None:
     """Raise ValueError if the trainer wants more GPUs than there are, or not the processes of torchrun or srun."""
     accelerator = config.trainer.get("accelerator") or "auto"
@@ -81,6 +102,11 @@ def check_devices(config: DictConfig) -> None:
                 f"trainer.devices x trainer.num_nodes must be the number of processes that {launcher} has started, "
                 f"{started}, found {wanted} x {nodes}"
             )
+    if TorchElasticEnvironment.detect() and (here := int(os.environ.get("LOCAL_WORLD_SIZE", wanted))) != wanted:
+        raise ValueError(
+            f"trainer.devices must be the number of processes that torchrun has started on each machine, {here}, found "
+            f"{wanted}"
+        )
 
 
 def checkpoint_folder(config: DictConfig) -> contextlib.AbstractContextManager:

@@ -103,12 +103,31 @@ def test_number_of_gpus(accelerator, devices, there, fits, monkeypatch):
             train.check_devices(config)
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("+trainer.max_epoch=3", r"trainer\.max_epoch is no option .* did you mean trainer\.max_epochs"),
+     ("trainer.accelerator=xyz", r"trainer\.accelerator must be one of auto, gpu, cpu, .* found 'xyz'"),
+     ("++trainer.precision=fp8", r"trainer\.precision must be one of 16, bf16, 32, 64, found 'fp8'")],
+)  # fmt: skip
+def test_what_lightning_would_refuse_is_refused_before_the_data_is_prepared(override, says):
+    with pytest.raises(ValueError, match=says):
+        train.train(small("datamodule.dataset_name=nowhere", override))
+
+
+def test_torchrun_with_other_processes_on_a_machine(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    config = OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 2, "num_nodes": 2}})
+    with pytest.raises(ValueError, match=r"trainer\.devices .* on each machine, 4, found 2"):
+        train.check_devices(config)
+
+
 @pytest.mark.parametrize(("devices", "nodes", "fits"), [(2, 2, True), (4, None, True), (1, 1, False), (2, 1, False)])
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_number_of_processes_of_a_launcher(launcher, devices, nodes, fits, monkeypatch):
     """Four processes with trainer.devices=1 would be four runs that write the same checkpoints."""
     variables = {
-        "torchrun": {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4"},
+        "torchrun": {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": str(devices)},
         "srun": {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"},
     }
     for name, value in variables[launcher].items():

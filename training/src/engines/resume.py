@@ -9,6 +9,7 @@ data module is a `src.datamodules.resumable.ResumableDataModule`.
 import functools
 import logging
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, Redivided, 
 
 _OF_WHAT_FITS = ("model", "datamodule", "task", "train")  # options that decide whether a checkpoint fits
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+_NO_LONGER_STORED = re.compile(r"(val|test)_metrics\..*\.count")  # which older checkpoints have
 _log = logging.getLogger(__name__)
 
 
@@ -282,7 +284,8 @@ class ExactResume(Strategy):
                 f"{name.removeprefix(checkpoints.WEIGHTS)} is not in the model"
                 for name in entries
                 if name.startswith(checkpoints.WEIGHTS) and name not in model and self._is_mine(name)
-            ]
+                and not _NO_LONGER_STORED.fullmatch(name.removeprefix(checkpoints.WEIGHTS))
+            ]  # fmt: skip
         if not self.optimizers:
             return faults
         kinds = [_kind(optimizer) for optimizer in self.optimizers]

@@ -80,7 +80,7 @@ def _hook(name):
     from src.distributed import ddp_comm_hooks
 
     hooks = {key: value for key, value in vars(ddp_comm_hooks).items() if key.endswith("_hook")}
-    if name not in hooks:
+    if not (isinstance(name, str) and name in hooks):
         raise ValueError(f"trainer.strategy.ddp_comm_hook must be one of {', '.join(sorted(hooks))}, found {name!r}")
     return hooks[name]
 

@@ -189,7 +189,7 @@ class SequenceModel(L.LightningModule):
             sizes = [p.numel() for p in options.pop("params")]
             if sizes:
                 log.info("Parameter group %d: %d tensors, %d parameters, %s", i, len(sizes), sum(sizes), options)
-        if train.get("scheduler") is None:
+        if "_target_" not in (train.get("scheduler") or {}):  # without a scheduler, its options may still be there
             return optimizer
         return {
             "optimizer": optimizer,

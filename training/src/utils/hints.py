@@ -51,9 +51,10 @@ def nulls(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
     """A line for each argument that sets a group to null: Hydra would only show where in its code it failed."""
     groups = _groups(configs)
     return [
-        f"{each.key_or_group} must be the name of an option, found null; ~{each.key_or_group} leaves the group out"
+        f"{group} must be the name of an option, found null; "
+        f"{f'{group}=none' if 'none' in groups[group] else f'~{group}'} leaves the group out"
         for each in _parsed(arguments)
-        if each.key_or_group in groups and each.value() is None and not each.is_delete()
+        if (group := each.key_or_group) in groups and each.value() is None and not each.is_delete()
     ]
 
 

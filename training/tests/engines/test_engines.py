@@ -382,6 +382,8 @@ def test_layers_are_kept_if_they_take_little_memory(given, precision, device, gi
 def test_options_of_fsdp(option, value, expected):
     with pytest.raises(ValueError, match=rf"trainer\.strategy\.{option} must be {expected}"):
         engines.strategy("fsdp", **{option: value})
+    with pytest.raises(ValueError, match=rf"trainer\.strategy\.{option} must be "):
+        engines.strategy("ddp_zero2", **{option: value})
 
 
 class Odd(torch.nn.Module):

@@ -54,6 +54,29 @@ def test_an_empty_prompt_begins_a_document(model):
     assert generate(model, ByteTokenizer(), max_new_tokens=10, greedy=True) == expected
 
 
+@pytest.fixture(scope="module")
+def model_of_transformers():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=POSITIONS, vocab_size=1000)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("greedily", [False, True])
+def test_models_of_transformers_write(model_of_transformers, greedily):
+    options = dict(max_new_tokens=10, greedy=greedily, seed=0, temperature=5.0, top_k=300)
+    text = generate(model_of_transformers, ByteTokenizer(), "ab", **options)
+    assert text == generate(model_of_transformers, ByteTokenizer(), "ab", **options)
+    if greedily:
+        assert text == greedy(model_of_transformers, b"ab", 12)
+
+
+def test_no_id_is_written_that_the_tokenizer_lacks(model_of_transformers):
+    """Of 1000 ids, the tokenizer has 257."""
+    ours = GPTLMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=512, vocab_size=1000))
+    for model, length in ((ours.eval(), 500), (model_of_transformers, 30)):
+        assert generate(model, ByteTokenizer(), "a", max_new_tokens=length, temperature=10.0, seed=0)
+
+
 def test_it_ends_where_the_positions_do(model):
     assert generate(model, ByteTokenizer(), "ab", 1000, greedy=True) == greedy(model, b"ab", POSITIONS)
     with pytest.raises(ValueError, match="prompt must have less than 32 tokens, the model's positions, found 32"):

@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import Logger
 from src import engines
 from src.callbacks.model_checkpoint import ModelCheckpointMine
 from src.metrics import epoch
+from src.metrics.num_tokens import NumTokens
 from src.tasks.seq import SequenceLMModel
 from src.utils import checkpoint as checkpoints
 from tests.processes import over_processes
@@ -102,6 +103,17 @@ def test_batches_after_the_last_step_of_a_run_that_failed_count_once(folder, tmp
         run(folder, BATCHES // 3, callbacks=[AtBatch(8, fail), saver], accumulate=3)
     resumed = run(folder, BATCHES // 3, ckpt_path=checkpoints.latest(tmp_path), accumulate=3)
     assert resumed[5] == pytest.approx(whole[5], rel=1e-12)
+
+
+def test_a_checkpoint_with_counts_of_validation_goes_on(folder, tmp_path, monkeypatch):
+    """Older checkpoints have them, and a run does not store or read them any more."""
+    with monkeypatch.context() as patch:
+        patch.setattr(NumTokens, "of_each_epoch", lambda self: None)
+        (whole,) = run(folder, BATCHES, callbacks=[SaveAt(7, tmp_path)]).values()
+    path = tmp_path / "step_7.ckpt"
+    assert f"{checkpoints.WEIGHTS}val_metrics.num-tokens.count" in checkpoints.Checkpoint(path).entries
+    (resumed,) = run(folder, BATCHES, ckpt_path=path).values()
+    assert resumed == pytest.approx(whole, rel=1e-12)
 
 
 def check_two_ranks(group, folder, path, whole):

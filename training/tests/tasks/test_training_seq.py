@@ -105,6 +105,13 @@ def test_what_is_logged():
     assert counts == {"train_metrics.num-tokens.count": 128}
 
 
+def test_without_a_scheduler_its_options_do_not_matter():
+    config = small()
+    del config.train.scheduler["_target_"]  # as ~scheduler does
+    optimizer = SequenceLMModel(config).configure_optimizers()
+    assert optimizer.param_groups[0]["lr"] == config.train.optimizer.lr
+
+
 def test_tokens_of_processes_that_share_a_model_count_once():
     task = task_of()
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=TensorParallelStrategy(tensor_parallel_size=2))

@@ -62,3 +62,5 @@ def test_groups_that_are_null():
     """Only groups need an option, and a null in quotes is the name of one."""
     arguments = ["experiment=tiny/text", "model=null", "trainer.max_epochs=null", "logger='null'", "~task", "--help"]
     assert nulls(CONFIGS, arguments) == ["model must be the name of an option, found null; ~model leaves the group out"]
+    (line,) = nulls(CONFIGS, ["callbacks=null"])  # which recipes override, so that it cannot be deleted
+    assert line.endswith("; callbacks=none leaves the group out")
