@@ -5,6 +5,7 @@ writes them; a test compares. So no number in a page is typed by hand.
 """
 
 import csv
+import itertools
 import pathlib
 import re
 
@@ -47,7 +48,7 @@ def _of_peers(rows, op, case):
 
 def _features():
     """Calls with sinks, key ranges and biases beside those without; of biases, PyTorch's, too."""
-    rows = _rows("flash_attn")
+    rows = _rows("flash_attn") | _rows("flash_attn_h100")
     yield "batch x heads x tokens x head dimension", "without", "with", "of that without", "PyTorch, with"
     for (op, case, provider), row in rows.items():
         if op == "flash_attn_features" and provider != "flash_attn" and not provider.startswith("torch"):
@@ -55,6 +56,17 @@ def _features():
             peer = rows.get((op, case, "torch with gradient" if provider == "bias with gradient" else "torch"))
             numbers = f"{plain.tflops:.0f}", f"{row.tflops:.0f}", f"{plain.ms / row.ms:.2f}"
             yield f"{case}: {provider}", *numbers, f"{peer.tflops:.0f}" if peer else ""
+
+
+def _packed():
+    """Packed sequences: forward, backward, deterministic backward, and PyTorch's function for them."""
+    rows = _rows("flash_attn_h100")
+    yield "lengths, heads x head dimension", "forward", "PyTorch", "backward", "PyTorch", "deterministic / ordinary"
+    for case in dict.fromkeys(case for op, case, _ in rows if op == "flash_attn_packed_fwd"):
+        every = itertools.product(("fwd", "bwd"), ("flash_attn", "torch"))
+        found = [rows.get((f"flash_attn_packed_{op}", case, provider)) for op, provider in every]
+        in_order = rows["flash_attn_packed_bwd", case, "deterministic"]
+        yield case, *(f"{row.tflops:.0f}" if row else "" for row in found), f"{found[2].ms / in_order.ms:.2f}"
 
 
 def _head_dims():
@@ -129,7 +141,10 @@ def _training():
 def _slower():
     """The cases in which the baseline is faster by more than 2 %."""
     yield "operation", "case", "time of the baseline / ours"
-    files = ("flash_attn", "layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block", "models")
+    files = (
+        "flash_attn", "flash_attn_h100", "layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block",
+        "models",
+    )  # fmt: skip
     for file in files:
         rows = _rows(file)
         for (op, case, provider), row in rows.items():
@@ -146,6 +161,7 @@ def _slower():
 TABLES = {
     "attention": _attention,
     "peers": _peers,
+    "packed": _packed,
     "features": _features,
     "head_dims": _head_dims,
     "exact": _exact,

@@ -708,10 +708,11 @@ def test_packed_entries_wait_as_dense_ones_of_the_length_of_the_longest(host, he
      (8, True, False, 1)],
 )  # fmt: skip
 def test_packed_entries_take_the_place_of_heads(host, heads_k, packed, deterministic, entries):
-    """Where blocks add in order, those of 16 heads of the same or of several entries are taken together."""
+    """Where blocks add in order under a causal mask, those of 16 heads, of one or several entries, come together."""
     problem = 32, heads_k, heads_k, 128, 16384, 16384, packed
-    plan = bwd_plan(host, *problem, causal=True, deterministic=deterministic, has_sm90=True, longest=2048)
-    assert plan.section_entries == entries
+    options = dict(deterministic=deterministic, has_sm90=True, longest=2048)
+    assert bwd_plan(host, *problem, causal=True, **options).section_entries == entries
+    assert bwd_plan(host, *problem, **options).section_entries == 1
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ inline int64_t bytes_of_rows(const Problem& p, int64_t rows) {
 // row blocks less than the one before it; then the next ones start together again. There, few key blocks of a head at a
 // time are worth more than what stays in the L2 cache: as many heads as have 65536 keys. Without a mask, as many as
 // have rows of about 16 MB. Both within bounds. Only key blocks of one entry wait for each other, so the longest one
-// counts; and where there are fewer than kFewestInOrder key heads, those of several packed entries take their place.
+// counts; and if there are fewer than kFewestInOrder key heads, those of several packed entries take their place under
+// a causal mask.
 constexpr int kFewestInOrder = 16;
 
 inline int section_of_blocks_in_order(const Problem& p, const BwdHints& hints, bool rounds_dq) {
@@ -197,7 +198,9 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   plan.section_heads = plan.in_order    ? section_of_blocks_in_order(p, hints, plan.rounds_dq)
                        : plan.rounds_dq ? section_of_rounding_blocks(p)
                                         : section_of_free_blocks(p, hints);
-  if (plan.in_order && p.cu_seqlens_k != nullptr) plan.section_entries = ceil_div(kFewestInOrder, p.heads_k);
+  if (plan.in_order && is_causal(p) && p.cu_seqlens_k != nullptr) {
+    plan.section_entries = ceil_div(kFewestInOrder, p.heads_k);
+  }
   plan.blocks = hints.multiprocessors;
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan,
