@@ -213,9 +213,8 @@ def trainer_of(config: DictConfig, strategy: Strategy, callbacks: list[Any], log
     options.pop("strategy", None)
     if not loggers:  # Lightning refuses this monitor then
         callbacks = [each for each in callbacks if not isinstance(each, LearningRateMonitor)]
-    return instantiate(
-        options, callbacks=[*callbacks, MonitorsExist()], logger=loggers, strategy=strategy, _convert_="all"
-    )
+    callbacks = [*callbacks, MonitorsExist(config.get("optimized_metric"))]
+    return instantiate(options, callbacks=callbacks, logger=loggers, strategy=strategy, _convert_="all")
 
 
 def _optimized(config, metrics):

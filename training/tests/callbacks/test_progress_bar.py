@@ -103,3 +103,10 @@ def test_a_monitor_that_is_not_there(kind, tmp_path):
         trainer([MonitorsExist(), other], limit_val_batches=1, num_sanity_val_steps=1).fit(
             TinyTask(), loader(), loader()
         )
+
+
+def test_an_optimized_metric_that_is_not_there():
+    with pytest.raises(ValueError, match="optimized_metric must be one of val/loss, found 'val/los'"):
+        trainer([MonitorsExist("val/los")], limit_val_batches=1, num_sanity_val_steps=1).fit(
+            TinyTask(), loader(), loader()
+        )
