@@ -271,7 +271,7 @@ def test_varlen_uses_seqused_k_keys_after_leftpad_k(causal, leftpad, device):
     assert_error_ratio(lse, exact_lse, exact_lse.float(), name="lse")
 
 
-BOUNDS = {"none": lambda n: None, "too small": lambda n: 3, "too large": lambda n: 7 * n}
+BOUNDS = {"none": lambda n: None, "too small": lambda n: 3, "too large": lambda n: 7 * n, "huge": lambda n: 2**60}
 
 
 @pytest.mark.parametrize("kind", ["tensor", *BOUNDS])

@@ -116,7 +116,8 @@ def check_values(config: DictConfig) -> None:
         if not isinstance(config[key], bool):
             raise ValueError(f"{key} must be True or False, found {config[key]!r}")
     name = config.get("name")
-    if name is not None and (OmegaConf.is_config(name) or {"/", ".."} & set(pathlib.PurePath(str(name)).parts)):
+    path = pathlib.PurePath("" if OmegaConf.is_config(name) else str(name))
+    if name is not None and (path.is_absolute() or ".." in path.parts or not path.parts):
         raise ValueError(f"name must be that of a folder in checkpoint_dir, found {name!r}")
     interval = OmegaConf.select(config, "trainer.val_check_interval")
     if isinstance(interval, int | float) and interval <= 0:

@@ -688,7 +688,7 @@ Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, con
   p.aligned = all_aligned(p);
   const int device = q.get_device_index();
   const auto longest = [&](const std::optional<int64_t>& bound, int64_t size) {
-    return std::max<int64_t>(tokens ? bound.value_or(size) : size, 1);
+    return std::clamp<int64_t>(tokens ? bound.value_or(size) : size, 1, std::max<int64_t>(size, 1));
   };
   const flash_attn::BwdHints hints{.longest_q = longest(options.max_seqlen_q, x.q.seqlen),
                                    .longest_k = longest(options.max_seqlen_k, x.k.seqlen),

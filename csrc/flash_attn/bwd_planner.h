@@ -15,7 +15,7 @@ namespace flash::flash_attn {
 
 // What else a plan depends on.
 struct BwdHints {
-  int64_t longest_q;  // no entry has more rows, as the caller says; at least 1
+  int64_t longest_q;  // no entry has more rows, as the caller says; at least 1, at most all rows
   int64_t longest_k;  // likewise keys
   bool deterministic;
   bool has_sm90;  // whether the kernels for sm_90 can run on the device

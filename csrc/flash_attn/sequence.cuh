@@ -62,8 +62,8 @@ struct Sequence {
   __device__ int diagonal() const { return k.length - q.length; }
 };
 
-// Returns the last of `count` entries that starts at or before `position`, by bisection: start_of(0) is 0, and start_of
-// is non-decreasing.
+// Returns the last of `count` entries that starts at or before `position`, by bisection: the first one does, and
+// start_of is non-decreasing.
 template <typename StartOf>
 __device__ int last_entry_from(int count, int64_t position, StartOf&& start_of) {
   int entry = 0, end = count;

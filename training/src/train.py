@@ -5,11 +5,12 @@ import importlib.util
 import inspect
 import os
 import pathlib
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
+from lightning.fabric.connector import _PRECISION_INPUT_STR
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -27,7 +28,6 @@ from src.utils.resolvers import device_count, parsed_devices
 log = utils.get_logger(__name__)
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}  # ours, Lightning's
-_MORE_PRECISIONS = {*_PRECISIONS.values(), "16-true", "bf16-true"}
 _ACCELERATORS = ("auto", "gpu", *sorted(AcceleratorRegistry.available_accelerators()))
 
 
@@ -73,36 +73,43 @@ def _fit(config, strategy):
 
 def check_trainer(config: DictConfig) -> None:
     """Raise ValueError for what Lightning's Trainer would refuse, but after the data has been prepared."""
-    options = {key: value for key, value in config.trainer.items() if key != "_target_"}
-    known = inspect.signature(L.Trainer).parameters
+    options = {key: value for key, value in config.trainer.items() if not key.startswith("_")}  # those are Hydra's
+    known = inspect.signature(get_class(config.trainer.get("_target_", "lightning.Trainer"))).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
     for name in options:
-        if name not in known:
+        if name not in known and not takes_all:
             what = f"trainer.{name} is no option of Lightning's Trainer"
             raise ValueError(did_you_mean(what, name, known, "trainer."))
     accelerator, precision = options.get("accelerator"), options.get("precision")
-    if accelerator is not None and accelerator not in _ACCELERATORS:
+    if isinstance(accelerator, str | int) and accelerator not in _ACCELERATORS:
         raise ValueError(f"trainer.accelerator must be one of {', '.join(_ACCELERATORS)}, found {accelerator!r}")
-    if precision is not None and str(precision) not in {*_PRECISIONS, *_MORE_PRECISIONS}:
+    if precision is not None and str(precision) not in {*_PRECISIONS, *get_args(_PRECISION_INPUT_STR)}:
         raise ValueError(f"trainer.precision must be one of {', '.join(_PRECISIONS)}, found {precision!r}")
 
 
 def check_devices(config: DictConfig) -> None:
     """Raise ValueError if the trainer wants more GPUs than there are, or not the processes of torchrun or srun."""
     accelerator = config.trainer.get("accelerator") or "auto"
-    wanted, there = device_count(config.trainer.get("devices", "auto"), accelerator), torch.cuda.device_count()
-    if wanted > there and (accelerator in ("gpu", "cuda") or (accelerator == "auto" and there > 0)):
+    devices, there = parsed_devices(config.trainer.get("devices")), torch.cuda.device_count()
+    wanted = device_count(devices, accelerator)
+    needed = max(devices) + 1 if isinstance(devices, list) else wanted
+    if needed > there and (accelerator in ("gpu", "cuda") or (accelerator == "auto" and there > 0)):
         raise ValueError(
-            f"trainer.devices must be at most the number of GPUs here, {there}, found {wanted}; "
-            "trainer.accelerator=cpu needs none"
+            f"trainer.devices must be at most the number of GPUs here, {there}, or a list of indices below it, found "
+            f"{devices}; trainer.accelerator=cpu needs none"
         )
     nodes = config.trainer.get("num_nodes") or 1
-    for launcher, environment in (("torchrun", TorchElasticEnvironment), ("srun", SLURMEnvironment)):
-        if environment.detect() and (started := environment().world_size()) != wanted * nodes:
-            raise ValueError(
-                f"trainer.devices x trainer.num_nodes must be the number of processes that {launcher} has started, "
-                f"{started}, found {wanted} x {nodes}"
-            )
-    if TorchElasticEnvironment.detect() and (here := int(os.environ.get("LOCAL_WORLD_SIZE", wanted))) != wanted:
+    launchers = {"torchrun": TorchElasticEnvironment, "srun": SLURMEnvironment}  # srun may start torchrun
+    launcher = next((name for name, environment in launchers.items() if environment.detect()), None)
+    if launcher is None or config.trainer.get("plugins"):  # which may be another environment
+        return
+    if (started := launchers[launcher]().world_size()) != wanted * nodes:
+        raise ValueError(
+            f"trainer.devices x trainer.num_nodes must be the number of processes that {launcher} has started, "
+            f"{started}, found {wanted} x {nodes}"
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", wanted))
+    if launcher == "torchrun" and here != wanted:
         raise ValueError(
             f"trainer.devices must be the number of processes that torchrun has started on each machine, {here}, found "
             f"{wanted}"
@@ -190,7 +197,7 @@ def strategy_of(config: DictConfig) -> Strategy:
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
     if on_cpu and isinstance(devices, list):
         raise ValueError(f"trainer.devices must be a number or auto on a CPU, found {devices}: a list names GPUs")
-    nodes, options = trainer.get("num_nodes", 1), trainer.get("strategy")
+    nodes, options = trainer.get("num_nodes") or 1, trainer.get("strategy")
     if not OmegaConf.is_config(options):
         strategy = engines.strategy(options, accelerator, devices, nodes)
     elif "_target_" in options:
@@ -209,7 +216,8 @@ def trainer_of(config: DictConfig, strategy: Strategy, callbacks: list[Any], log
     if precision in _PRECISIONS:
         options.precision = _PRECISIONS[precision]
     options.accelerator = options.get("accelerator") or "auto"
-    options.devices = parsed_devices(options.get("devices"))
+    if "devices" in options:  # else Lightning looks for PL_TRAINER_DEVICES
+        options.devices = parsed_devices(options.devices)
     options.pop("strategy", None)
     if not loggers:  # Lightning refuses this monitor then
         callbacks = [each for each in callbacks if not isinstance(each, LearningRateMonitor)]

@@ -187,6 +187,7 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["trainer.max_steps=ten"], "trainer.max_steps must be an integer of at least -1, found 'ten'"),
         (["trainer.val_check_interval=0"], "trainer.val_check_interval must be more than 0, found 0"),
         (["name=../elsewhere"], r"name must be that of a folder in checkpoint_dir, found '\.\./elsewhere'"),
+        (["name=//x"], "name must be that of a folder in checkpoint_dir, found '//x'"),
         (["name=[1]"], r"name must be that of a folder in checkpoint_dir, found \[1\]"),
         (["seed=abc"], "seed must be an integer of at least 0, found 'abc'"),
         (["resume=maybe"], "resume must be True or False, found 'maybe'"),

@@ -91,7 +91,8 @@ def test_what_cannot_run_is_found_before_the_data_is_prepared(run, arguments, sa
 @pytest.mark.parametrize(
     ("accelerator", "devices", "there", "fits"),
     [("gpu", 8, 8, True), ("gpu", 8, 2, False), ("gpu", 1, 0, False), ("cpu", 4, 0, True), ("auto", 4, 0, True),
-     ("auto", 4, 2, False), ("gpu", [0, 1, 2], 2, False), (None, "auto", 0, True)],
+     ("auto", 4, 2, False), ("gpu", [0, 1, 2], 2, False), ("gpu", [7], 4, False), ("gpu", [3], 4, True),
+     (None, "auto", 0, True)],
 )  # fmt: skip
 def test_number_of_gpus(accelerator, devices, there, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
@@ -112,6 +113,21 @@ def test_number_of_gpus(accelerator, devices, there, fits, monkeypatch):
 def test_what_lightning_would_refuse_is_refused_before_the_data_is_prepared(override, says):
     with pytest.raises(ValueError, match=says):
         train.train(small("datamodule.dataset_name=nowhere", override))
+
+
+def test_torchrun_that_srun_has_started(monkeypatch):
+    """Slurm then has a task for each machine, and torchrun starts a process for each GPU."""
+    variables = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    train.check_devices(OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 8, "num_nodes": 2}}))
+
+
+@pytest.mark.parametrize(
+    "override", ["+trainer.plugins=[]", "++trainer.precision=transformer-engine", "++trainer.precision=bf16-true"]
+)
+def test_what_lightning_takes_is_not_refused(override):
+    train.check_trainer(small(override))
 
 
 def test_torchrun_with_other_processes_on_a_machine(monkeypatch):

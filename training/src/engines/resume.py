@@ -29,7 +29,7 @@ from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, Redivided, 
 
 _OF_WHAT_FITS = ("model", "datamodule", "task", "train")  # options that decide whether a checkpoint fits
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
-_NO_LONGER_STORED = re.compile(r"(val|test)_metrics\..*\.count")  # which older checkpoints have
+_NO_LONGER_STORED = re.compile(r"(val|test)_metrics\..*\.count(@tp\d+)?")  # which older checkpoints have
 _log = logging.getLogger(__name__)
 
 

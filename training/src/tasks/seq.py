@@ -189,7 +189,9 @@ class SequenceModel(L.LightningModule):
             sizes = [p.numel() for p in options.pop("params")]
             if sizes:
                 log.info("Parameter group %d: %d tensors, %d parameters, %s", i, len(sizes), sum(sizes), options)
-        if "_target_" not in (train.get("scheduler") or {}):  # without a scheduler, its options may still be there
+        if "_target_" not in (train.get("scheduler") or {}):
+            if train.get("scheduler"):  # options that an experiment gives, whatever the group `scheduler` selects
+                log.warning("Without a scheduler, train.scheduler.%s have no effect", ", ".join(train.scheduler))
             return optimizer
         return {
             "optimizer": optimizer,

@@ -57,10 +57,11 @@ def parsed_devices(devices: Any) -> int | list[int] | str:
         found = numbers if "," in devices else numbers[0]
     if type(found) is int and found > 0:
         return found
-    if isinstance(found, Sequence) and found and all(type(each) is int for each in found):
-        return list(found)
+    if isinstance(found, Sequence) and found and all(type(each) is int and each >= 0 for each in found):
+        if len(set(found)) == len(found):
+            return list(found)
     raise ValueError(
-        f"trainer.devices must be an integer of at least 1, a list of indices of GPUs, or -1 or auto for all, "
+        "trainer.devices must be an integer of at least 1, a list of different indices of GPUs, or -1 or auto for all, "
         f"found {devices!r}"
     )
 

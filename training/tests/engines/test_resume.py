@@ -9,6 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from src.callbacks.ema import EMACallback
 from src.callbacks.model_checkpoint import ModelCheckpointMine
 from src.engines import SingleDeviceStrategy, rng
+from src.engines.resume import _NO_LONGER_STORED
 from src.utils import checkpoint as checkpoints
 from training.tests.engines import tiny
 
@@ -236,3 +237,9 @@ def test_a_resumed_run_saves_what_the_whole_one_does(tmp_path):
     run(tmp_path, 6, tmp_path / "step=2.ckpt", **options())
     steps = {path.name: checkpoints.Checkpoint(path).state["global_step"] for path in tmp_path.glob("[!.]*")}
     assert steps == {"step=2.ckpt": 2, "step=4.ckpt": 4, "step=4-v1.ckpt": 4, "step=6.ckpt": 6}
+
+
+@pytest.mark.parametrize("part", ["", "@tp0", "@tp12"])  # of a tensor parallel model
+def test_older_checkpoints_have_more_counts(part):
+    names = [f"{phase}_metrics.num-tokens.count{part}" for phase in ("train", "val", "test")]
+    assert [bool(_NO_LONGER_STORED.fullmatch(name)) for name in names] == [False, True, True]

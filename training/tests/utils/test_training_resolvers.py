@@ -57,7 +57,7 @@ def test_devices(devices, expected):
     assert resolvers.parsed_devices(devices) == expected
 
 
-@pytest.mark.parametrize("devices", ["two", "", "0,x", 0, -2, 2.0, True, [], ["a"], [0.5]])
+@pytest.mark.parametrize("devices", ["two", "", "0,x", 0, -2, 2.0, True, [], ["a"], [0.5], [-1], [0, 0]])
 def test_what_devices_are_not(devices):
     with pytest.raises(ValueError, match=r"trainer\.devices must be an integer of at least 1") as error:
         resolvers.parsed_devices(devices)
