@@ -713,6 +713,8 @@ def test_packed_entries_take_the_place_of_heads(host, heads_k, packed, determini
     options = dict(deterministic=deterministic, has_sm90=True, longest=2048)
     assert bwd_plan(host, *problem, causal=True, **options).section_entries == entries
     assert bwd_plan(host, *problem, **options).section_entries == 1
+    wide = 32, heads_k, heads_k, 192, 16384, 16384, packed
+    assert bwd_plan(host, *wide, causal=True, **options).section_entries == 1
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ enum class RowOrder {
 struct BwdCommonPlan {
   BwdScratch scratch;
   int section_heads = 1;    // key heads of a section: see key_work in bwd_schedule.cuh
-  int section_entries = 1;  // packed entries whose key blocks are taken together
+  int section_entries = 1;  // packed entries whose key blocks are taken together, with kTakesEntries
   bool waits = false;       // thread blocks wait for one another before they touch the same rows of dQ: if the call is
                             // deterministic, or if rounds_dq
   bool rounds_dq = false;   // the main kernel rounds dQ, and dq_accum need not start as zeros; otherwise bwd_finish.cu

@@ -198,7 +198,7 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   plan.section_heads = plan.in_order    ? section_of_blocks_in_order(p, hints, plan.rounds_dq)
                        : plan.rounds_dq ? section_of_rounding_blocks(p)
                                         : section_of_free_blocks(p, hints);
-  if (plan.in_order && is_causal(p) && p.cu_seqlens_k != nullptr) {
+  if (plan.in_order && is_causal(p) && p.cu_seqlens_k != nullptr && instance_on_sm90(p) <= 128) {
     plan.section_entries = ceil_div(kFewestInOrder, p.heads_k);
   }
   plan.blocks = hints.multiprocessors;

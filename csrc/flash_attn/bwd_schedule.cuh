@@ -33,10 +33,10 @@ __host__ __device__ inline int64_t num_key_heads(const Problem& p) {
 }
 
 // The key block with a given index. Sections of plan.section_heads key heads follow one another; in a section come
-// first the first key blocks of all its heads, then the second ones, and so on. Packed entries are taken
-// plan.section_entries at a time: their first key blocks, in all heads of the section, then their second ones, and so
-// on.
-template <int kBlockN>
+// first the first key blocks of all its heads, then the second ones, and so on. With kTakesEntries, packed entries are
+// taken plan.section_entries at a time: their first key blocks, in all heads of the section, then their second ones,
+// and so on. It is a constant because it costs one per cent of the time where it is not used.
+template <int kBlockN, bool kTakesEntries>
 __device__ KeyWork key_work(const Problem& p, const BwdCommonPlan& plan, int block) {
   const int per_head = blocks_per_head(p, kBlockN), heads = static_cast<int>(num_key_heads(p));
   const int section = block / (plan.section_heads * per_head), place = block % (plan.section_heads * per_head);
@@ -49,7 +49,7 @@ __device__ KeyWork key_work(const Problem& p, const BwdCommonPlan& plan, int blo
     return entry < p.batch ? __ldg(p.cu_seqlens_k + entry) / kBlockN + entry : per_head;
   };
   const int found = last_entry_from(p.batch, index, start_of);
-  if (plan.section_entries == 1) return {found, head, index - start_of(found)};
+  if (!kTakesEntries || plan.section_entries == 1) return {found, head, index - start_of(found)};
 
   const int first = found / plan.section_entries * plan.section_entries;
   const int end = min(first + plan.section_entries, p.batch);

@@ -587,7 +587,7 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
 template <typename Config>
 __device__ void find_work(BwdShared<Config>& shared, const BwdSm80Params& p) {
   const int index = p.plan.waits ? atomicAdd(p.plan.scratch.next_block, 1) : blockIdx.x;
-  shared.work = key_work<Config::kBlockN>(p.problem, p.plan, index);
+  shared.work = key_work<Config::kBlockN, /*kTakesEntries=*/false>(p.problem, p.plan, index);
   shared.seq = Sequence(p.problem, shared.work.entry);
   const Mask mask(p.problem, shared.seq);
   shared.live_rows = mask.rows_that_see(Interval{0, mask.seqlen_k - 1});

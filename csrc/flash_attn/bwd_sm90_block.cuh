@@ -100,7 +100,7 @@ struct KeyBlock {
 
   // part: which kBlockN of the cluster's keys are those of the thread block.
   __device__ KeyBlock(const BwdSm90Params& p, int index, int part = 0)
-      : work(key_work<kClusterKeys>(p.problem, p.plan, index)),
+      : work(key_work<kClusterKeys, Config::kTakesEntries>(p.problem, p.plan, index)),
         seq(p.problem, work.entry),
         mask(p.problem, seq),
         keys(interval_of<Config::kBlockN>(work.block * (kClusterKeys / Config::kBlockN) + part)),
