@@ -274,8 +274,9 @@ def test_varlen_uses_seqused_k_keys_after_leftpad_k(causal, leftpad, device):
 BOUNDS = {"none": lambda n: None, "too small": lambda n: 3, "too large": lambda n: 7 * n, "huge": lambda n: 2**60}
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["tensor", *BOUNDS])
-def test_max_seqlen_is_only_a_bound(kind, device):
+def test_max_seqlen_is_only_a_bound(kind, deterministic, device):
     """No result depends on max_seqlen; a 0-d tensor will do, and is not read on the host."""
     case = Case(batch=4, seqlen_q=60, seqlen_k=90, causal=True)
     (q, k, v, dout), cu_seqlens = packed_batch(case, device)
@@ -284,7 +285,7 @@ def test_max_seqlen_is_only_a_bound(kind, device):
     def run(bound):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = flash_attn_varlen_func(
-            *leaves, *cu_seqlens, bound(case.seqlen_q), bound(case.seqlen_k), causal=True, deterministic=True
+            *leaves, *cu_seqlens, bound(case.seqlen_q), bound(case.seqlen_k), causal=True, deterministic=deterministic
         )
         return out, *torch.autograd.grad(out, leaves, dout)
 

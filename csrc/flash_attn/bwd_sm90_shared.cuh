@@ -23,7 +23,7 @@ struct BwdSm90Config {
   static constexpr Features kFeatures = kFeatures_;
   static constexpr RowOrder kRowOrder = kRowOrder_;
   static constexpr bool kMayWait = kRowOrder == RowOrder::kLastFirst;  // whether thread blocks may wait for one another
-  static constexpr bool kTakesEntries = kMayWait;
+  static constexpr bool kTakesEntries = kMayWait;                      // as key_work has it
   static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;

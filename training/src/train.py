@@ -5,12 +5,11 @@ import importlib.util
 import inspect
 import os
 import pathlib
-from typing import Any, get_args
+from typing import Any
 
 import lightning as L
 import torch
 from hydra.utils import get_class, instantiate
-from lightning.fabric.connector import _PRECISION_INPUT_STR
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -28,6 +27,9 @@ from src.utils.resolvers import device_count, parsed_devices
 log = utils.get_logger(__name__)
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}  # ours, Lightning's
+_OF_LIGHTNING = {
+    *_PRECISIONS.values(), "16-true", "bf16-true", "transformer-engine", "transformer-engine-float16",
+}  # fmt: skip
 _ACCELERATORS = ("auto", "gpu", *sorted(AcceleratorRegistry.available_accelerators()))
 
 
@@ -83,7 +85,7 @@ def check_trainer(config: DictConfig) -> None:
     accelerator, precision = options.get("accelerator"), options.get("precision")
     if isinstance(accelerator, str | int) and accelerator not in _ACCELERATORS:
         raise ValueError(f"trainer.accelerator must be one of {', '.join(_ACCELERATORS)}, found {accelerator!r}")
-    if precision is not None and str(precision) not in {*_PRECISIONS, *get_args(_PRECISION_INPUT_STR)}:
+    if precision is not None and str(precision) not in {*_PRECISIONS, *_OF_LIGHTNING}:
         raise ValueError(f"trainer.precision must be one of {', '.join(_PRECISIONS)}, found {precision!r}")
 
 

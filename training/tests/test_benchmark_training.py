@@ -56,7 +56,7 @@ def test_help_has_the_names_of_cases(monkeypatch, capsys):
 
 
 def test_runs_that_fail_are_named_at_the_end(tmp_path, monkeypatch, capsys):
-    """What can run here is measured, and the rest is said, too."""
+    """One that fails gets no row; cases that need more GPUs than there are do not run, and are named too."""
     found = {"tokens_per_s": 2.0, "ms": 1.0, "loader": 0.1, "device": "cpu", "peak_mb": None}
 
     def run(case, overrides, text, steps, apart):

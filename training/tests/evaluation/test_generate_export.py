@@ -71,7 +71,7 @@ def test_models_of_transformers_write(model_of_transformers, greedily):
 
 
 def test_no_id_is_written_that_the_tokenizer_lacks(model_of_transformers):
-    """Of 1000 ids, the tokenizer has 257."""
+    """The models have 1000 ids, of which the tokenizer knows 257."""
     ours = GPTLMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=512, vocab_size=1000))
     for model, length in ((ours.eval(), 500), (model_of_transformers, 30)):
         assert generate(model, ByteTokenizer(), "a", max_new_tokens=length, temperature=10.0, seed=0)
