@@ -1,5 +1,7 @@
 """Calls without options, which take a short way to the kernels (`plain_forward` and `plain_decode`)."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -101,6 +103,31 @@ def test_keys_in_splits(dtype, short, device):
     expected, _ = flash_attn_with_kvcache(q, *caches, return_softmax_lse=True)
     short()
     assert torch.equal(flash_attn_with_kvcache(q, *caches), expected)
+
+
+PLAIN = {  # function: the arguments of calls that are plain
+    flash_attn_func: {"q", "k", "v", "softmax_scale"},
+    flash_attn_with_kvcache: {"q", "k_cache", "v_cache", "cache_seqlens", "block_table", "softmax_scale"},
+}
+OPTIONS = [(f, name) for f, plain in PLAIN.items() for name in inspect.signature(f).parameters if name not in plain]
+
+
+@pytest.mark.parametrize(("function", "option"), OPTIONS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_call_with_an_option_is_not_plain(function, option, device, monkeypatch):
+    """An option that the conditions in flash_attn_interface.py do not name would be ignored."""
+
+    def plain(*args):
+        raise AssertionError(f"{option} was ignored")
+
+    def seen(*args, **options):
+        return [None] * (5 if function is flash_attn_func else 3)
+
+    for name, replacement in {"plain_forward": plain, "plain_decode": plain, "forward": seen, "decode": seen}.items():
+        monkeypatch.setattr(ops, name, replacement)
+    x = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16, device=device)
+    for value in (object(), True, 1, 0.5, torch.ones(1, device=device)):
+        if (option, value is True) not in {("causal", True), ("rotary_interleaved", True)}:
+            function(x, x, x, **{option: value})
 
 
 def test_a_subclass_takes_the_long_way(dtype, device):
