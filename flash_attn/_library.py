@@ -88,8 +88,10 @@ def library_path() -> pathlib.Path | None:
 
 @functools.cache
 def is_switched_off(name: str) -> bool:
-    """Whether the environment asks for the op `name` without its kernel."""
-    return any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in os.environ.get(_SWITCH, "").split(","))
+    """Whether the environment asks for the op `name`, or the one whose plain form it is, without its kernel."""
+    names = name, name.partition("_plain")[0]
+    patterns = [pattern.strip() for pattern in os.environ.get(_SWITCH, "").split(",")]
+    return any(fnmatch.fnmatchcase(each, pattern) for each in names for pattern in patterns)
 
 
 def why_no_kernel(name: str) -> str:
@@ -194,10 +196,11 @@ class Op:
         self.call_default = _torch_private.bare(self.default)
         self.call_others = _torch_private.bare(self.others or self.default)
         self.autograd = autograd
-        self.apply = autograd and _torch_private.bare_apply(autograd)
+        self.apply: Any = autograd and _torch_private.bare_apply(autograd)
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
         self.beyond_kernel = beyond_kernel
+        self.takes_all = kernel_dtypes is None and beyond_kernel is None
         self.arguments = _torch_private.arguments(self.default)
         self.writes = writes
         self.composite = composite
@@ -270,7 +273,7 @@ class Op:
         """
         if self.mutated and (self.writes is None or self.writes(args)):
             self._mark_written(args)
-        call = self.call_default if self._has_kernel_for(args) else self.call_others
+        call = self.call_default if self.takes_all or self._has_kernel_for(args) else self.call_others
         if self.falls_through:
             return call(*args)
         with _torch_private.below_autograd():
@@ -375,12 +378,19 @@ def _on_its_device(launch):
 def _announced(name, reference, announces=True, beyond_kernel=None):
     """Returns `reference` as a kernel that, if it `announces`, warns once where it takes the place of a kernel.
 
+    Tensors that are not dense arrive here from a dispatcher that has no kernel for them, and are refused.
+
     It runs without autocast, which would round every product to 16 bits, and without autograd, which would record the
     operations within an op that has no gradient.
     """
 
     @functools.wraps(reference)
     def kernel(*args):
+        for x in args:
+            if isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_nested):
+                raise NotImplementedError(
+                    f"{name} must have dense tensors, found {'a nested one' if x.is_nested else x.layout}"
+                )
         if announces and is_where_kernels_run(args[0]):
             causes = beyond_kernel(args) if beyond_kernel else []
             if causes or has_kernel(name):

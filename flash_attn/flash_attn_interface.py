@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 USE_TRITON_ROCM = False
+_NO_WINDOW = (-1, -1)
 Length = int | Tensor | None  # an upper bound of lengths; a tensor has no dimensions
 __getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)
 
@@ -208,6 +209,17 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
+    if (
+        (causal is True or causal is False) and alibi_slopes is None and deterministic is False
+        and type(dropout_p) is float and dropout_p == 0 and type(softcap) is float and softcap == 0
+        and type(window_size) is tuple and window_size == _NO_WINDOW
+        and return_attn_probs is return_lse is return_max_logit is False
+        and learnable_sink is attn_bias is key_ranges is seqused_q is seqused_k is None
+        and type(attention_chunk) is int and attention_chunk == 0
+    ):  # fmt: skip
+        plain = flash_attn.plain_forward(q, k, v, softmax_scale, causal)
+        if plain is not None:
+            return plain
     _check_given("v", v)
     out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, k, v,
@@ -672,6 +684,18 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
+    if (
+        (causal is True or causal is False) and k is v is rotary_cos is rotary_sin is None
+        and cache_batch_idx is cache_leftpad is alibi_slopes is None
+        and type(softcap) is float and softcap == 0 and type(num_splits) is int and num_splits == 0
+        and rotary_interleaved is True and type(window_size) is tuple and window_size == _NO_WINDOW
+        and learnable_sink is attn_bias is key_ranges is None and return_softmax_lse is return_max_logit is False
+        and (cache_seqlens is None or type(cache_seqlens) is Tensor)
+        and type(attention_chunk) is int and attention_chunk == 0
+    ):  # fmt: skip
+        plain = flash_attn.plain_decode(q, k_cache, v_cache, softmax_scale, causal, cache_seqlens, block_table)
+        if plain is not None:
+            return plain
     out, softmax_lse, max_logit = flash_attn.decode(
         q, k_cache, v_cache, softmax_scale, causal, window_size,
         cache_seqlens, k, v, rotary_cos, rotary_sin,

@@ -45,6 +45,7 @@ Tensor count(const Tensor& x, Options& options) {
 
 STABLE_TORCH_LIBRARY_IMPL(boxed_probe, CPU, m) {
   m.impl("describe", Boxed<&describe>::call);
+  m.impl("describe_few", Boxed<&describe, /*kMayEndEarly=*/true>::call);
   m.impl("count", Boxed<&count>::call);
   m.impl("too_few", Boxed<&count>::call);
   m.impl("too_many", Boxed<&count>::call);

@@ -54,6 +54,7 @@ def test_the_struct_in_cpp_has_the_same_members(options):
 def probe():
     library = torch.library.Library("boxed_probe", "FRAGMENT")
     library.define(f"describe(Tensor x, Tensor? y, {schema.arguments(Probe)}) -> (Tensor, Tensor)")
+    library.define("describe_few(Tensor x, Tensor? y, float scale, int left) -> (Tensor, Tensor)")
     library.define(f"count(Tensor x, {schema.arguments(Probe)}) -> Tensor")
     library.define("too_few(Tensor x, float scale, int left) -> Tensor")
     library.define(f"too_many(Tensor x, {schema.arguments(Probe)}, int more=0) -> Tensor")
@@ -87,6 +88,19 @@ def test_options_reach_a_boxed_kernel(y, options, expected, probe):
     same, found = probe.describe(x, y, *options)
     assert same.data_ptr() == x.data_ptr()
     assert found.tolist() == expected
+
+
+@in_a_source_tree
+def test_a_schema_that_may_end_early(probe):
+    """What it lacks is None, 0 or false, whatever the default of the whole schema."""
+    _, found = probe.describe_few(torch.ones(3), None, 0.5, -3)
+    assert found.tolist() == [0.5, -3, -1, -1, 0, 0]
+
+
+@pytest.mark.parametrize("options", [Options, CacheOptions])
+def test_what_plain_ops_lack_is_none_or_zero(options):
+    given = {name: default for name, default in options._field_defaults.items() if default}
+    assert given.keys() <= {"rotary_interleaved"}  # which counts only where there are tables
 
 
 @in_a_source_tree

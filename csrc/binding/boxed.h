@@ -13,7 +13,9 @@ namespace flash::binding {
 // The arguments of a call from the dispatcher, which are taken in the order of the schema.
 class Arguments {
  public:
-  Arguments(StableIValue* values, uint64_t count) : next_(values), end_(values + count) {}
+  // may_end_early: whether the schema may lack the last ones, which are then None, 0 or false.
+  Arguments(StableIValue* values, uint64_t count, bool may_end_early)
+      : next_(values), end_(values + count), may_end_early_(may_end_early) {}
 
   // The next argument; or, for a struct that takes its members from Arguments, the next ones.
   template <typename T>
@@ -21,6 +23,7 @@ class Arguments {
     if constexpr (requires { T{*this}; }) {
       return T{*this};
     } else {
+      if (may_end_early_ && next_ == end_) return T{};
       STD_TORCH_CHECK(next_ < end_, "the op's schema has fewer arguments than its kernel");
       return torch::stable::detail::to<T>(*next_++);
     }
@@ -31,16 +34,18 @@ class Arguments {
  private:
   StableIValue* next_;
   StableIValue* end_;
+  bool may_end_early_;
 };
 
-// Does what TORCH_BOX(function) does, for a function that may also take structs of options.
-template <auto* kFunction>
+// Does what TORCH_BOX(function) does, for a function that may also take structs of options. With kMayEndEarly also for
+// an op that lacks the last of them.
+template <auto* kFunction, bool kMayEndEarly = false>
 struct Boxed;
 
-template <typename Result, typename... Parameters, Result (*kFunction)(Parameters...)>
-struct Boxed<kFunction> {
+template <typename Result, typename... Parameters, Result (*kFunction)(Parameters...), bool kMayEndEarly>
+struct Boxed<kFunction, kMayEndEarly> {
   static void call(StableIValue* stack, uint64_t num_arguments, uint64_t /*num_results*/) {
-    Arguments arguments(stack, num_arguments);
+    Arguments arguments(stack, num_arguments, kMayEndEarly);
     std::tuple<std::remove_cvref_t<Parameters>...> taken{arguments.take<std::remove_cvref_t<Parameters>>()...};
     arguments.check_all_taken();
     put(stack, std::apply(kFunction, taken));

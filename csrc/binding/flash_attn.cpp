@@ -548,19 +548,34 @@ FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor&
           .longest_k = tokens ? options.max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
 }
 
-std::tuple<Tensor, Tensor> run_fwd_call(FwdCall& call, const Tensor& q, OptionalTensor bias = std::nullopt) {
+// Returns out. What else is wanted must have its address in the call.
+Tensor run_for_out(FwdCall& call, const Tensor& q, OptionalTensor bias = std::nullopt) {
   const Tensor out = new_out(q, call.q, call.p.problem.head_dim_v, call.tokens, call.packed);
-  const Tensor softmax_lse = new_lse(q, call.q, call.tokens);
   call.p.out = mutable_ref(out);
-  call.p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
   launch_fwd(call.p, q, bias, call.longest_q, call.longest_k, /*num_splits=*/0);
-  return {out, softmax_lse};
+  return out;
+}
+
+std::tuple<Tensor, Tensor> run_fwd_call(FwdCall& call, const Tensor& q, OptionalTensor bias = std::nullopt) {
+  const Tensor softmax_lse = new_lse(q, call.q, call.tokens);
+  call.p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
+  return {run_for_out(call, q, bias), softmax_lse};
 }
 
 std::tuple<Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options) {
   const DeviceGuard guard(q.get_device_index());
   FwdCall call = fwd_call(q, k, v, options);
   return run_fwd_call(call, q);
+}
+
+std::tuple<Tensor, Tensor> fwd_plain(const Tensor& q, const Tensor& k, const Tensor& v, Options& options) {
+  return fwd(q, k, v, options);
+}
+
+Tensor fwd_plain_out(const Tensor& q, const Tensor& k, const Tensor& v, Options& options) {
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call = fwd_call(q, k, v, options);
+  return run_for_out(call, q);
 }
 
 std::tuple<Tensor, Tensor, Tensor> run_with_features(FwdCall& call, const Tensor& q, OptionalTensor& sink,
@@ -713,6 +728,20 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
       dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, options, [](auto&&...) {}, [](const BwdParams&) {});
 }
 
+// An uninitialised tensor with the shape, and if possible the strides, of x.
+Tensor new_like(const Tensor& x) {
+  return x.is_contiguous() ? new_tensor_of(x.sizes(), static_cast<int32_t>(x.scalar_type()), x)
+                           : torch::stable::empty_like(x);
+}
+
+std::tuple<Tensor, Tensor, Tensor> bwd_plain(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const Tensor& out, const Tensor& softmax_lse, Options& options) {
+  const DeviceGuard guard(q.get_device_index());
+  const Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
+  bwd(dout, q, k, v, out, softmax_lse, /*dlse=*/std::nullopt, /*out_lo=*/std::nullopt, dq, dk, dv, options);
+  return {dq, dk, dv};
+}
+
 // Returns the gradient of a bias, as the caller gave it, from what the backward has written.
 Tensor bias_gradient(const BwdParams& bwd, const Tensor& bias) {
   STD_TORCH_CHECK(bias.size(4) != 1,
@@ -758,11 +787,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& do
   return {dq, dk, dv, dsink, dbias};
 }
 
-// Attention over a cache. set_more(params, queries) adds features; queries_advance as in append_of.
+// Attention over a cache. set_more(params, queries) adds features and results besides out, which is returned;
+// queries_advance as in append_of.
 template <typename SetMore>
-std::tuple<Tensor, Tensor> run_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                       OptionalTensor bias, CacheOptions& options, bool queries_advance,
-                                       SetMore&& set_more) {
+Tensor run_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, OptionalTensor bias,
+                   CacheOptions& options, bool queries_advance, SetMore&& set_more) {
   OptionalTensor& block_table = options.block_table;
   check_like(k_cache, q, "k_cache");
   check_like(v_cache, q, "v_cache");
@@ -792,20 +821,33 @@ std::tuple<Tensor, Tensor> run_kvcache(const Tensor& q, const Tensor& k_cache, c
   set_more(p, x.q);
 
   const Tensor out = new_out(q, x.q, x.v.head_dim, /*tokens=*/false, /*packed=*/false);
-  const Tensor softmax_lse = new_lse(q, x.q, /*tokens=*/false);
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
   std::optional<Append> append;
   if (options.k) append = append_of(p, q, k_cache, v_cache, options, queries_advance);
   p.out = mutable_ref(out);
-  p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
   const int64_t longest_k = options.cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
   launch_fwd(p, q, bias, x.q.seqlen, std::min<int64_t>(longest_k, p.problem.capacity_k), options.num_splits,
              append ? &*append : nullptr);
-  return {out, softmax_lse};
+  return out;
+}
+
+// A new softmax_lse of the queries, which the call then writes.
+Tensor add_lse(FwdParams& p, const Tensor& q, const View<const void>& queries) {
+  const Tensor softmax_lse = new_lse(q, queries, /*tokens=*/false);
+  p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
+  return softmax_lse;
 }
 
 std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                        CacheOptions& options) {
+  Tensor softmax_lse;
+  const auto set_more = [&](FwdParams& p, const View<const void>& queries) { softmax_lse = add_lse(p, q, queries); };
+  const Tensor out =
+      run_kvcache(q, k_cache, v_cache, /*bias=*/std::nullopt, options, /*queries_advance=*/false, set_more);
+  return {out, softmax_lse};
+}
+
+Tensor fwd_kvcache_plain_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, CacheOptions& options) {
   return run_kvcache(q, k_cache, v_cache, /*bias=*/std::nullopt, options, /*queries_advance=*/false, [](auto&&...) {});
 }
 
@@ -816,13 +858,14 @@ std::tuple<Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q, const T
                   "causal of each entry has no kernel with rotary_cos: call the op fwd_kvcache_features_reference");
   const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
   const bool paged = options.block_table.has_value();
-  Tensor row_max;
+  Tensor softmax_lse, row_max;
   const auto set_more = [&](FwdParams& p, const View<const void>& queries) {
+    softmax_lse = add_lse(p, q, queries);
     set_features(p.problem, sink, bias, features, paged, q);
     row_max = new_row_max(q, queries, /*tokens=*/false, features.row_max);
     if (features.row_max) p.row_max = static_cast<float*>(row_max.mutable_data_ptr());
   };
-  const auto [out, softmax_lse] = run_kvcache(q, k_cache, v_cache, bias, options, queries_advance, set_more);
+  const Tensor out = run_kvcache(q, k_cache, v_cache, bias, options, queries_advance, set_more);
   return {out, softmax_lse, row_max};
 }
 
@@ -830,12 +873,16 @@ std::tuple<Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q, const T
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fwd", Boxed<&fwd>::call);
+  m.impl("fwd_plain", Boxed<&fwd_plain, /*kMayEndEarly=*/true>::call);
+  m.impl("fwd_plain_out", Boxed<&fwd_plain_out, /*kMayEndEarly=*/true>::call);
   m.impl("probabilities", Boxed<&probabilities>::call);
   m.impl("bwd", Boxed<&bwd>::call);
+  m.impl("bwd_plain", Boxed<&bwd_plain, /*kMayEndEarly=*/true>::call);
   m.impl("fwd_features", Boxed<&fwd_features>::call);
   m.impl("fwd_with_residue", Boxed<&fwd_with_residue>::call);
   m.impl("bwd_features", Boxed<&bwd_features>::call);
   m.impl("fwd_kvcache", Boxed<&fwd_kvcache>::call);
+  m.impl("fwd_kvcache_plain_out", Boxed<&fwd_kvcache_plain_out, /*kMayEndEarly=*/true>::call);
   m.impl("fwd_kvcache_features", Boxed<&fwd_kvcache_features>::call);
 }
 

@@ -140,12 +140,12 @@ __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<C
   o.scale_rows(factors);
 }
 
-// Stores a row's lse and, if it is an output, its largest score. scale_log2 * max is log2(e) times that score.
+// Stores a row's lse and its largest score, each if it is an output. scale_log2 * max is log2(e) times that score.
 template <typename Config, typename Work>
 __device__ void store_row(const FwdParams& p, const Work& work, int row, float lse, float max, float scale_log2) {
   const int64_t index = row_index(p.problem, work.seq.q, work.tile.head) +
                         int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row);
-  p.softmax_lse[index] = lse;
+  if (p.softmax_lse != nullptr) p.softmax_lse[index] = lse;
   if (!Config::kPlain && p.row_max != nullptr) p.row_max[index] = max * (scale_log2 * kLn2);
 }
 

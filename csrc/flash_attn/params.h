@@ -98,7 +98,7 @@ struct FwdParams {
   Pages pages;
   TensorRef<> out;     // like q, with head_dim_v channels
   TensorRef<> out_lo;  // what rounding has taken off out, rounded too, with out's strides; data is null if not wanted
-  float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
+  float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q); may be null
   float* row_max;      // likewise, the largest score of each row, -inf where there is none; may be null
 
   bool aligned;  // whether all rows can be moved in aligned chunks of 16 bytes

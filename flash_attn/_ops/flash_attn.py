@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn import _library
+from flash_attn import _library, _torch_private
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
 from flash_attn._ops import autograd, checks, rng, schema
@@ -187,6 +187,69 @@ def decode(
         op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
         return _call_with_features(op, inputs, features, CacheOptions, arguments)
     return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool, /) -> Tensor | None:
+    """Returns out of a dense call without other arguments; None if `forward` has to look at the call.
+
+    In small calls a GPU waits for Python. So here is only what the ops need and what their kernels do not check. A call
+    that a kernel refuses, before it writes anything, goes to `forward`, too, whose errors say more.
+    """
+    if torch.compiler.is_compiling() or exact_gradients:
+        return None
+    try:
+        scale = _plain_scale("fwd", q, k, v, softmax_scale)
+        if scale is None:
+            return None
+        right = 0 if is_causal else -1
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _apply_plain(q, k, v, (scale, -1, right))
+        return fwd_plain_out.below_autograd(q, k, v, scale, -1, right)
+    except RuntimeError:
+        return None
+
+
+def plain_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, is_causal: bool,
+    cache_seqlens: Tensor | None, block_table: Tensor | None, /,
+) -> Tensor | None:  # fmt: skip
+    """Returns out of `decode` without other arguments; None as in `plain_forward`."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        scale = _plain_scale("fwd_kvcache", q, k_cache, v_cache, softmax_scale)
+        if (
+            scale is None
+            or not (cache_seqlens is None or _is_plain_index(cache_seqlens))
+            or not (block_table is None or _is_plain_index(block_table))
+            or not (k_cache.is_contiguous() and v_cache.is_contiguous())
+            or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
+        ):
+            return None
+        right = 0 if is_causal else -1
+        return fwd_kvcache_plain_out.below_autograd(q, k_cache, v_cache, scale, -1, right, cache_seqlens, block_table)
+    except RuntimeError:
+        return None
+
+
+def _plain_scale(op, q, k, v, scale):
+    """Returns the scale of the scores for the plain form of `op`; None if it does not suit these arguments."""
+    if not (type(q) is type(k) is type(v) is Tensor) or q.dtype not in KERNEL_DTYPES:
+        return None
+    # With a tensor of shapes alone, the dispatcher would call no kernel, and nothing would check the others.
+    if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or not _library.runs_in_kernel(op, q):
+        return None
+    shape = q.shape
+    if len(shape) != 4 or not 1 <= shape[3] <= MAX_HEAD_DIM or shape[2] > MANY_HEADS:
+        return None
+    if scale is None:
+        return shape[3] ** -0.5
+    return scale if type(scale) is float and 0 <= scale < math.inf else None
+
+
+def _is_plain_index(x):
+    """Whether `x` is a tensor of indices as kernels read it, but for its shape and its device."""
+    return type(x) is Tensor and x.dtype is torch.int32 and x.is_contiguous() and not x.is_meta
 
 
 def score_arguments(
@@ -818,6 +881,12 @@ def _bwd_reference(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, *o
     return reference.bwd(dout, *unpack(q, k, v), out, softmax_lse, dlse, *gradients, Options(*options))
 
 
+def _bwd_plain_reference(dout, q, k, v, out, softmax_lse, *options):
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _bwd_reference(dout, q, k, v, out, softmax_lse, None, None, *gradients, *options)
+    return gradients
+
+
 def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
     return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options))
 
@@ -860,6 +929,31 @@ class _Attention(torch.autograd.Function):
         return *autograd.first_or_second(first, autograd.gradients_of(again, 2), dout, dlse, q, k, v), None
 
 
+class _PlainAttention(torch.autograd.Function):
+    """The out of `fwd_plain` with its gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options):
+        out, softmax_lse = fwd_plain.below_autograd(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, softmax_lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, softmax_lse = ctx.saved_tensors
+        options = ctx.options
+
+        def first(dout, q, k, v):
+            return bwd_plain.below_autograd(dout, q, k, v, out, softmax_lse, *options)
+
+        def again(q, k, v):
+            return _fwd_composite(q, k, v, *options)[:1]
+
+        return *autograd.first_or_second(first, autograd.gradients_of(again, 1), dout, q, k, v), None
+
+
+_apply_plain = _torch_private.bare_apply(_PlainAttention)
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
 _OPTIONS = schema.arguments(Options)
 _CACHE_OPTIONS = schema.arguments(CacheOptions)
@@ -873,6 +967,18 @@ fwd = _library.define(
     autograd=_Attention,
     differentiable=3,
     composite=_fwd_composite,
+)
+
+# The plain form of fwd lacks its last arguments and, where no gradient is wanted, softmax_lse: each argument of a
+# schema takes time, given or not, and so does each result. The plain forms have no autograd of their own.
+_PLAIN = f"Tensor q, Tensor k, Tensor v, {schema.arguments(Options, end=_NUM_SCORES)}"
+fwd_plain = _library.define(
+    f"fwd_plain({_PLAIN}) -> (Tensor out, Tensor softmax_lse)", reference=_fwd_reference, fake=_fwd_fake
+)
+fwd_plain_out = _library.define(
+    f"fwd_plain_out({_PLAIN}) -> Tensor out",
+    reference=lambda *args: _fwd_reference(*args)[0],
+    fake=lambda *args: _fwd_fake(*args)[0],
 )
 
 # Computes the S_dmask of a call of fwd with the same arguments.
@@ -899,4 +1005,20 @@ fwd_kvcache = _library.define(
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
     writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
+)
+
+# That of bwd has new gradients as results.
+bwd_plain = _library.define(
+    "bwd_plain(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"{schema.arguments(Options, end=_NUM_SCORES)}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    reference=_bwd_plain_reference,
+    fake=lambda dout, q, k, v, *args: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+)
+
+# That of fwd_kvcache writes to no argument.
+_PLAIN_OF_CACHE = schema.arguments(CacheOptions, end=CacheOptions._fields.index("block_table") + 1)
+fwd_kvcache_plain_out = _library.define(
+    f"fwd_kvcache_plain_out(Tensor q, Tensor k_cache, Tensor v_cache, {_PLAIN_OF_CACHE}) -> Tensor out",
+    reference=lambda *args: _fwd_kvcache_reference(*args)[0],
+    fake=lambda *args: _fwd_kvcache_fake(*args)[0],
 )

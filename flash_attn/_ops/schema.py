@@ -14,13 +14,13 @@ _TYPES = {
 }
 
 
-def arguments(options: Any, start: int = 0) -> str:
+def arguments(options: Any, start: int = 0, end: int | None = None) -> str:
     """Returns the fields of a NamedTuple class as part of a schema: "float softmax_scale, float softcap=0.0".
 
-    The first `start` fields are left out.
+    start, end: leaves out the fields before and from these.
     """
     defaults = options._field_defaults
     return ", ".join(
         f"{_TYPES[kind]} {name}" + (f"={defaults[name]}" if name in defaults else "")
-        for name, kind in list(typing.get_type_hints(options).items())[start:]
+        for name, kind in list(typing.get_type_hints(options).items())[start:end]
     )
