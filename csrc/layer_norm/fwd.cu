@@ -55,9 +55,18 @@ static void run_aligned(const FwdParams& p, cudaStream_t stream) {
   }
 }
 
+// In fp32, a small block takes the rows that it holds with twice the usual accesses, because it is 8 % faster than a
+// block of twice the threads. In 16 bits it is up to 4 % faster, which is not worth twice the code.
 template <Types kTypes, Extent kExtent>
 static void run_anywhere(const FwdParams& p, cudaStream_t stream) {
-  run_shaped<FwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kMaxThreads, kExtent, /*kRagged=*/true>>(p, stream);
+  constexpr int kVec = vec_of(kTypes), kElements = kVec * kSmallBlock;
+  if constexpr (h_type(kTypes) == DType::kFloat32 && kExtent != Extent::kAll) {
+    const int cols = spanned_cols(p.problem.cols);
+    if (cols > kUsualVecs * kElements && cols <= 2 * kUsualVecs * kElements) {
+      return run_shaped<FwdConfig<kTypes, kVec, 2 * kUsualVecs, kSmallBlock, kExtent, /*kRagged=*/true>>(p, stream);
+    }
+  }
+  run_shaped<FwdConfig<kTypes, kVec, kUsualVecs, kMaxThreads, kExtent, /*kRagged=*/true>>(p, stream);
 }
 
 // Runs a kernel for known types for common calls. The kernels that can do everything look up the types of matrices at

@@ -62,13 +62,38 @@ struct Sources {
         x1(Config::kAll ? row_of(p.x1, p.x1.dtype, row) : nullptr),
         residual(row_of(p.residual, Config::h(p.residual.dtype), row)) {}
 
+  // Loads the vectors at column `col`. Of ragged ones that begin before the row, this is only the part at its start.
+  // The other part is loaded by load_ends, and they are put together by add_ends: a warp that did so at once would wait
+  // for one matrix before it asks for the next.
   __device__ void load(Branches<Config>& vec, const FwdParams& p, int col) const {
-    const auto load = [&](const char* row, DType dtype) {
-      return load_row<Config::kRagged, Config::kVec>(row, dtype, col, p.problem.cols);
-    };
-    if (!Config::kAll || x0) vec.x0 = load(x0, Config::x(p.x0.dtype));
-    if (Config::kAll && p.x1.data) vec.x1 = load(x1, p.x1.dtype);
-    if (p.residual.data) vec.residual = load(residual, Config::h(p.residual.dtype));
+    visit(p, [&](auto branch, const char* row, DType dtype) {
+      if constexpr (Config::kRagged) {
+        vec.*branch = load_start(row, place(p, col), dtype);
+      } else {
+        vec.*branch = load_any<Config::kVec>(row, col, dtype);
+      }
+    });
+  }
+
+  __device__ void load_ends(Branches<Config>& ends, const FwdParams& p, int col) const {
+    visit(p, [&](auto branch, const char* row, DType dtype) { ends.*branch = load_end(row, place(p, col), dtype); });
+  }
+
+  __device__ void add_ends(Branches<Config>& vec, const Branches<Config>& ends, const FwdParams& p, int col) const {
+    visit(p, [&](auto branch, const char* row, DType dtype) {
+      add_end(vec.*branch, ends.*branch, row, place(p, col), dtype);
+    });
+  }
+
+ private:
+  __device__ static Place<Config::kVec> place(const FwdParams& p, int col) { return {col, p.problem.cols}; }
+
+  // Calls fn(branch, row, dtype) for each branch.
+  template <typename Fn>
+  __device__ void visit(const FwdParams& p, Fn&& fn) const {
+    if (!Config::kAll || x0) fn(&Branches<Config>::x0, x0, Config::x(p.x0.dtype));
+    if (Config::kAll && p.x1.data) fn(&Branches<Config>::x1, x1, p.x1.dtype);
+    if (p.residual.data) fn(&Branches<Config>::residual, residual, Config::h(p.residual.dtype));
   }
 };
 
@@ -275,8 +300,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
   const int64_t x0_row = !row_exists ? -1 : Config::kAll ? row_in_subset(problem.x0_subset, row, problem.x0_rows) : row;
   PartExchange exchange(&shared_memory<Part>(), arrived, Config::kTiled || Config::kWhole ? 1 : gridDim.x);
   const Sources<Config> sources(p, row, x0_row);
-  Branches<Config> branches[kVecs];
-  for_each([&](int j, int col) { sources.load(branches[j], p, col); });
+  Branches<Config> branches[kVecs], ends;
+  for_each([&](int j, int col) {
+    sources.load(branches[j], p, col);
+    if (kRagged && j == 0 && col < 0) sources.load_ends(ends, p, col);
+  });
   exchange.wait_for_blocks();
   const RowScaling scaling(problem, row, x0_row);
   AnyVec<kVec> drawn[kVecs];
@@ -284,6 +312,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
   float h[kVecs][kVec];
   char* const h_row = row_of(p.h, Config::h(p.h.dtype), row);
   for_each([&](int j, int col) {
+    if (kRagged && j == 0 && col < 0) sources.add_ends(branches[0], ends, p, col);
     sum_branches<Config>(h[j], branches[j], p, scaling, drawn[j], col, /*store_masks=*/true);
     if (p.h.data) store_row<kRagged>(h_row, Config::h(p.h.dtype), col, problem.cols, h[j]);
   });
@@ -312,6 +341,11 @@ __global__ __launch_bounds__(kMaxThreads) void moments_kernel(const __grid_const
       Branches<Config> branches;
       float h[kVec];
       sources.load(branches, p, col);
+      if (Config::kRagged && col < 0) {
+        Branches<Config> ends;
+        sources.load_ends(ends, p, col);
+        sources.add_ends(branches, ends, p, col);
+      }
       sum_branches<Config>(h, branches, p, scaling, scaling.draw<Config>(col), col, /*store_masks=*/false);
       visit(h, col);
     }

@@ -56,21 +56,16 @@ __device__ AnyVec<kSize> merged(const AnyVec<kSize>& at_start, const AnyVec<kSiz
   return vec;
 }
 
-// Loads a vector. Elements outside the row have arbitrary values: an aligned access may go past the ends of the row,
-// but only within a word of memory that holds a part of it.
+// Loads a vector, or, if it begins before the row and is aligned, only its part at the start of the row: the other part
+// is loaded by load_end. Elements outside the row have arbitrary values: an aligned access may go past the ends of the
+// row, but only within a word of memory that holds a part of it.
 template <int kSize>
-__device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place, DType dtype) {
+__device__ AnyVec<kSize> load_start(const char* row, const Place<kSize>& place, DType dtype) {
+  AnyVec<kSize> vec{};
   if (is_aligned(row, place, dtype)) {
-    AnyVec<kSize> vec{};
     if (place.col > -kSize) vec = load_any<kSize>(row, place.col, dtype);
-    if (place.col < 0) {
-      AnyVec<kSize> at_end{};
-      if (place.column(0) < place.cols) at_end = load_any<kSize>(row, place.column(0), dtype);
-      vec = merged(vec, at_end, place.col, dtype);
-    }
     return vec;
   }
-  AnyVec<kSize> vec{};
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     const uint32_t bits = place.has(i) ? load_any<1>(row, place.column(i), dtype).words[0] : 0;
@@ -80,6 +75,28 @@ __device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place,
       vec.words[i / 2] |= bits << 16 * (i % 2);
     }
   }
+  return vec;
+}
+
+// Loads the part at the end of the row of a vector that begins before it.
+template <int kSize>
+__device__ AnyVec<kSize> load_end(const char* row, const Place<kSize>& place, DType dtype) {
+  if (place.column(0) >= place.cols || !is_aligned(row, place, dtype)) return {};
+  return load_any<kSize>(row, place.column(0), dtype);
+}
+
+// Completes a vector that begins before the row, from load_start, by the part from load_end.
+template <int kSize>
+__device__ void add_end(AnyVec<kSize>& vec, const AnyVec<kSize>& at_end, const char* row, const Place<kSize>& place,
+                        DType dtype) {
+  if (is_aligned(row, place, dtype)) vec = merged(vec, at_end, place.col, dtype);
+}
+
+// Loads a vector. Elements outside the row have arbitrary values, as with load_start.
+template <int kSize>
+__device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place, DType dtype) {
+  AnyVec<kSize> vec = load_start(row, place, dtype);
+  if (place.col < 0) add_end(vec, load_end(row, place, dtype), row, place, dtype);
   return vec;
 }
 

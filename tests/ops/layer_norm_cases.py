@@ -35,6 +35,7 @@ class Case:
     zero_centered_weight: bool = False
     out_dtype: str = ""
     layout: str = "contiguous"  # or "shifted" by an element, "strided" or "transposed" rows, "columns" that lie apart
+    gaps: tuple = (0, 0, 0)  # elements of memory before each row of x0, x1 and residual
     offset: float = 0.0  # added to x0
 
     def __str__(self):
@@ -48,6 +49,7 @@ class Case:
             *(name for name in flags if getattr(self, name)),
             f"dropout{self.dropout_p:g}" * (self.dropout_p > 0),
             self.layout * (self.layout != "contiguous"),
+            "gaps{}.{}.{}".format(*self.gaps) * any(self.gaps),
             f"offset{self.offset:g}" * (self.offset != 0),
         ]
         return "-".join(part for part in parts if part)
@@ -73,11 +75,11 @@ class Case:
         def vector(there, shift):
             return randn(self.cols, dtype=self.weight, scale=0.5, shift=shift) if there else None
 
-        def matrix(dtype, shift=0.0):
-            return self._laid_out(randn(*self.shape, self.cols, dtype=dtype, shift=shift)) if dtype else None
+        def matrix(dtype, gap, shift=0.0):
+            return self._laid_out(randn(*self.shape, self.cols, dtype=dtype, shift=shift), gap) if dtype else None
 
         shift = 0.0 if self.zero_centered_weight else 1.0
-        x0, x1, residual = matrix(self.dtype, self.offset), matrix(self.x1), matrix(self.residual)
+        x0, x1, residual = map(matrix, (self.dtype, self.x1, self.residual), self.gaps, (self.offset, 0.0, 0.0))
         options = {}
         if self.rowscale:
             options["rowscale"] = (torch.rand(self.shape, device=device, generator=generator) > 0.2).to(x0.dtype) * 1.25
@@ -92,7 +94,9 @@ class Case:
         )  # fmt: skip
         return dict(zip(INPUTS, tensors)), options
 
-    def _laid_out(self, x):
+    def _laid_out(self, x, gap):
+        if gap:
+            return torch.cat([torch.full_like(x[..., :1], float("nan")).expand(*x.shape[:-1], gap), x], -1)[..., gap:]
         if self.layout == "shifted":
             return torch.cat([x.new_full((1,), float("nan")), x.flatten()])[1:].view(x.shape)
         if self.layout == "strided":

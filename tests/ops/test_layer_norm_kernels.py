@@ -6,7 +6,7 @@ import pathlib
 import native
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, params, sample
 from compare import assert_same_but_for_rounding
 from layer_norm_cases import Case, W, X, assert_right, out_and_h, results_and_gradients
 
@@ -31,6 +31,30 @@ def test_alignment(dtype, shift, device):
     there = [x for x in leaves.values() if x is not None]
     found_grads = torch.autograd.grad(found, there, [moved(g) for g in incoming])
     assert_same_but_for_rounding([*found, *found_grads], [*results, *grads])
+
+
+# Rows of any width, in matrices that are aligned like the output or are not: a vector that begins before a row comes
+# from two accesses, or from one for each element. The wide ones are where the size of a block changes.
+GAPS = (0, 0, 0), (0, 0, 1), (1, 0, 0), (2, 3, 8), (3, 0, 4), (8, 1, 2)
+NARROW = dict(
+    shape=[(11,)],
+    cols=range(1, 34),
+    dtype=list(DTYPES),
+    residual=["", *DTYPES],
+    x1=["", "bf16"],
+    dropout_p=[0.0, 0.3],
+    is_rms_norm=[False, True],
+    gaps=GAPS,
+)
+WIDE = [
+    Case(shape=(5,), cols=cols, dtype=dtype, residual="fp32", dropout_p=0.3, gaps=gaps)
+    for cols, dtype, gaps in itertools.product((2047, 2055, 4095, 4097), DTYPES, GAPS[:3])
+]
+
+
+@pytest.mark.parametrize("case", [*sample(NARROW, Case), *params(WIDE)])
+def test_matrices_that_lie_unlike(case, device):
+    assert_right(case, device)
 
 
 def test_gradients_of_parameters_do_not_change(device):
