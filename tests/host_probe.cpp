@@ -199,7 +199,8 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
 
 // plan: elements of scratch for dq_accum, row values and semaphores; key heads of a section; whether blocks wait;
 // whether the kernels for sm_90 take the problem; and, of them, whether blocks add in order, whether the main kernel
-// rounds dq, the order of rows; entries of a section.
+// rounds dq, the order of rows; entries of a section; shares of a key block by heads and by rows, and the scratch for
+// their sums.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
                           int64_t multiprocessors, bool capped, bool ranged, int64_t head_dim_v, int64_t longest,
@@ -230,13 +231,15 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
                        hopper ? hopper->section_heads : portable->section_heads,
                        hopper ? hopper->waits : portable->waits, hopper != nullptr, hopper && hopper->in_order,
                        hopper && hopper->rounds_dq, hopper ? static_cast<int>(hopper->row_order) : 0,
-                       hopper ? hopper->section_entries : portable->section_entries});
+                       hopper ? hopper->section_entries : portable->section_entries, hopper ? hopper->head_shares : 1,
+                       hopper ? hopper->row_shares : 1, sizes.key_sums});
 }
 
-// offsets: of dq_accum, lse_log2, softmax_d, next_block, semaphores and the end of the scratch, in elements.
-const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semaphores, int64_t* offsets) {
+// offsets: of dq_accum, lse_log2, softmax_d, key_sums, next_block, semaphores and the end of the scratch, in elements.
+const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semaphores, int64_t key_sums,
+                             int64_t* offsets) {
   static float memory[1];
-  const BwdScratchSizes sizes{dq_accum, row_values, semaphores};
+  const BwdScratchSizes sizes{dq_accum, row_values, semaphores, key_sums};
   BwdPlan plan = BwdSm90Plan{};
   Problem problem{};
   use_scratch(problem, plan, sizes, memory);
@@ -245,7 +248,8 @@ const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semap
     return (static_cast<const char*>(place) - reinterpret_cast<const char*>(memory)) / 4;
   };
   return answer(offsets, {offset(used.scratch.dq_accum), offset(used.lse_log2), offset(used.softmax_d),
-                          offset(used.scratch.next_block), offset(used.scratch.semaphores), sizes.total()});
+                          offset(used.scratch.key_sums), offset(used.scratch.next_block),
+                          offset(used.scratch.semaphores), sizes.total()});
 }
 
 // The problem of a bias whose gradient is wanted: sizes of the bias as in DbiasParams.

@@ -615,6 +615,9 @@ class BwdPlan(typing.NamedTuple):
     rounds_dq: bool
     row_order: int
     section_entries: int = 1
+    head_shares: int = 1
+    row_shares: int = 1
+    key_sums: int = 0
 
 
 LAST_FIRST, FIRST_FIRST, ROTATED = range(3)
@@ -629,7 +632,7 @@ def bwd_plan(
     head_dim_v: 0 is that of the keys. longest: rows and keys of the longest entry; 0 is seqlen_q and seqlen_k.
     """
     hints = causal, deterministic, has_sm90, multiprocessors, capped, ranged, head_dim_v, longest
-    return BwdPlan(*numbers(host, 10, "find_bwd_plan", *problem, *hints))
+    return BwdPlan(*numbers(host, 13, "find_bwd_plan", *problem, *hints))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -783,11 +786,44 @@ def test_values_of_more_channels_than_keys_have_the_plan_of_their_instance(host,
 
 
 def test_parts_of_the_scratch_lie_apart(host):
-    """In the order dq_accum, lse_log2, softmax_d, next_block, semaphores."""
-    for sizes in itertools.product((0, 64, 4096), (0, 128, 1280), (0, 4, 40)):
-        accum, rows, semaphores = sizes
-        found = numbers(host, 6, "find_bwd_scratch", *sizes)
-        assert found == [0, accum, accum + rows, accum + 2 * rows, accum + 2 * rows + 1, sum(sizes) + rows + 1]
+    """In the order dq_accum, lse_log2, softmax_d, key_sums, next_block, semaphores."""
+    for sizes in itertools.product((0, 64, 4096), (0, 128, 1280), (0, 4, 40), (0, 512)):
+        accum, rows, semaphores, key_sums = sizes
+        found = numbers(host, 7, "find_bwd_scratch", *sizes)
+        counters = accum + 2 * rows + key_sums
+        assert found == [0, accum, accum + rows, accum + 2 * rows, counters, counters + 1, sum(sizes) + rows + 1]
+
+
+@pytest.mark.parametrize("heads, heads_k, head_dim, rows, keys, causal, shares", [
+    (8, 8, 64, 4096, 77, False, (1, 16)), (24, 24, 128, 4096, 256, False, (1, 2)),  # cross-attention to few keys
+    (40, 40, 128, 32768, 512, False, (1, 4)), (8, 8, 256, 4096, 128, False, (1, 8)),
+    (8, 8, 64, 64, 77, False, (1, 1)), (8, 8, 128, 64, 64, True, (1, 1)),  # one step, which cannot be divided
+    (32, 1, 128, 2048, 2048, True, (16, 1)), (32, 8, 128, 512, 512, True, (4, 1)),  # heads that share a key head
+    (6, 2, 128, 4096, 128, False, (1, 16)), (7, 1, 128, 256, 256, False, (7, 2)),
+    (1, 1, 64, 16384, 16384, True, (1, 2)),  # the longest key block alone would take as long as two
+    (1, 1, 64, 16384, 16384, False, (1, 1)), (16, 16, 128, 4096, 4096, False, (1, 1)),  # enough key blocks
+    (8, 8, 128, 512, 512, True, (1, 1)), (12, 12, 64, 1024, 1024, True, (1, 1)),  # little work
+])  # fmt: skip
+def test_shares_of_key_blocks(host, heads, heads_k, head_dim, rows, keys, causal, shares):
+    """Where there are few key blocks, by how many of the query heads and of the rows each is divided."""
+    plan = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal, has_sm90=True)
+    assert (plan.head_shares, plan.row_shares) == shares
+    divided = math.prod(shares) > 1
+    assert plan.key_sums == divided * 2 * heads_k * keys * head_dim * math.prod(shares)
+    alone = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal)
+    assert (alone.head_shares, alone.row_shares, alone.key_sums) == (1, 1, 0)
+
+
+def test_shares_leave_no_head_out_and_need_little_memory(host):
+    draw = random.Random(5)
+    for _ in range(2000):
+        heads_k, group, batch = draw.choice((1, 2, 5, 8)), draw.choice((1, 2, 3, 7, 8, 32)), draw.choice((1, 2, 64))
+        rows, keys = (draw.choice((1, 64, 77, 1000, 4096, 100_000)) for _ in "qk")
+        problem = batch, heads_k * group, heads_k, draw.choice(ALL_HEAD_DIMS), rows, keys, draw.random() < 0.5
+        plan = bwd_plan(host, *problem, causal=draw.random() < 0.5, has_sm90=True, ranged=draw.random() < 0.2)
+        assert group % plan.head_shares == 0 and plan.head_shares * plan.row_shares <= 16
+        assert plan.row_shares <= -(-rows // 64)
+        assert plan.key_sums <= 4 * 132 * 16 * 2 * 128 * 512
 
 
 def test_empty_problems_take_the_portable_backward(host):

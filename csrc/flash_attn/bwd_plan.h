@@ -29,6 +29,7 @@ struct BwdScratch {
   int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many key blocks have added
                               // to dQ of these rows; unused unless thread blocks wait
   int* next_block = nullptr;  // (1), how many key blocks have been taken
+  float* key_sums = nullptr;  // unless a key block has one share: what each share has summed of dK and dV (KeySums)
   // With key ranges, found by bwd_ranges.cu. If all heads have the same ranges, these are stored for one head.
   Interval* seen = nullptr;    // (heads of all entries, rows_per_head), the keys that a row sees
   KeyUse* key_uses = nullptr;  // (key heads of all entries, blocks of keys)
@@ -46,10 +47,13 @@ struct BwdCommonPlan {
   BwdScratch scratch;
   int section_heads = 1;    // key heads of a section: see key_work in bwd_schedule.cuh
   int section_entries = 1;  // packed entries whose key blocks are taken together, with kTakesEntries
-  bool waits = false;       // thread blocks wait for one another before they touch the same rows of dQ: if the call is
-                            // deterministic, or if rounds_dq
-  bool rounds_dq = false;   // the main kernel rounds dQ, and dq_accum need not start as zeros; otherwise bwd_finish.cu
-                            // rounds
+  // Where there are fewer key blocks than multiprocessors, several thread blocks share one: each takes some of the
+  // query heads that share the key head, and some of the rows. bwd_finish.cu adds up their dK and dV.
+  int head_shares = 1, row_shares = 1, shares = 1;  // shares: their product
+  bool waits = false;      // thread blocks wait for one another before they touch the same rows of dQ: if the call is
+                           // deterministic, or if rounds_dq
+  bool rounds_dq = false;  // the main kernel rounds dQ, and dq_accum need not start as zeros; otherwise bwd_finish.cu
+                           // rounds
   // (heads of all entries, rows_per_head), padded so that TMA can copy whole row blocks; null for bwd_sm80.cuh. Rows
   // that see no key or do not exist have +inf and 0, which make their probabilities and gradients 0.
   float* lse_log2 = nullptr;  // log2(e) lse

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <variant>
 
 #include "common/divmod.h"
@@ -27,10 +28,11 @@ struct BwdScratchSizes {
   int64_t dq_accum = 0;
   int64_t row_values = 0;  // of lse_log2; softmax_d has as many
   int64_t semaphores = 0;
+  int64_t key_sums = 0;
   int64_t tiles = 0, seen = 0, key_uses = 0;  // for key ranges
 
   int64_t ranges() const { return tiles + seen + key_uses; }
-  int64_t total() const { return dq_accum + 2 * row_values + ranges() + semaphores + 1; }
+  int64_t total() const { return dq_accum + 2 * row_values + key_sums + ranges() + semaphores + 1; }
 };
 
 struct BwdChoice {
@@ -135,6 +137,46 @@ inline int section_of_free_blocks(const Problem& p, const BwdHints& hints) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Shares of key blocks
+
+// dK and dV that the shares of all key blocks sum, with as many channels as KeySums has.
+inline int64_t key_sums_size(const Problem& p, int shares) {
+  const int64_t keys = int64_t{p.heads_k} * p.seqlen_k * (p.cu_seqlens_k ? 1 : p.batch);
+  return 2 * keys * shares * instance_on_sm90(p);
+}
+
+// Divides key blocks among thread blocks where there are too few to occupy the GPU: cross-attention to few keys, one
+// key head for many query heads, or one long sequence. The time of a call is estimated in steps of 64 rows: each thread
+// block does its share of them and needs a few more to start and to end; another kernel adds up the shares, which takes
+// longer the more there are. Under a mask that is open on one side, key blocks have half of the steps on average;
+// thread blocks that are done take the next ones, so that either the longest one counts or the mean.
+inline void share_key_blocks(BwdSm90Plan& plan, const Problem& p, const BwdHints& hints) {
+  constexpr int kMostShares = 16, kStepRows = 64, kStepsOfBlock = 3, kStepsOfSum = 5;
+  const int head_dim = instance_on_sm90(p), keys = head_dim > 256 ? 64 : 128, group = p.heads / p.heads_k;
+  const int64_t places = hints.multiprocessors / (head_dim > 128 ? 2 : 1);  // of thread blocks, or of clusters of two
+  const int64_t per_head = p.cu_seqlens_k ? p.seqlen_k / keys + p.batch : ceil_div(int64_t{p.seqlen_k}, int64_t{keys});
+  const int64_t blocks = per_head * p.heads_k * (p.cu_seqlens_k ? 1 : p.batch);
+  if (blocks > 4 * places) return;
+  const bool left = p.window_left != kUnbounded, right = p.window_right != kUnbounded;
+  const bool uneven = left != right || p.ranges.data != nullptr;
+  const int64_t band = int64_t{p.window_left} + p.window_right + keys;  // rows that see some of the keys
+  const int64_t row_blocks =
+      ceil_div(left && right ? std::clamp<int64_t>(band, 1, hints.longest_q) : hints.longest_q, int64_t{kStepRows});
+  int64_t least = 0;
+  for (int shares = 1; shares <= kMostShares; ++shares) {
+    const int of_heads = std::gcd(shares, group), of_rows = shares / of_heads;
+    if (of_rows > row_blocks) continue;
+    const int64_t steps = group / of_heads * ceil_div(row_blocks, int64_t{of_rows}), all = blocks * shares;
+    const int64_t longest = steps + kStepsOfBlock;
+    int64_t time = uneven ? std::max(longest, ceil_div(all * (steps / 2 + kStepsOfBlock), places))
+                          : ceil_div(all, places) * longest;
+    if (shares > 1) time += kStepsOfSum + all * head_dim / (24 * hints.multiprocessors);
+    if (shares > 1 && time >= least) continue;
+    least = time, plan.head_shares = of_heads, plan.row_shares = of_rows, plan.shares = shares;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Plans
 
 // Whether the kernels for sm_90 take a problem: bwd_sm90.cuh, or bwd_sm90_wide.cuh for head dims above 128. TMA needs
@@ -202,11 +244,13 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
     plan.section_entries = ceil_div(kFewestInOrder, p.heads_k);
   }
   plan.blocks = hints.multiprocessors;
+  share_key_blocks(plan, p, hints);
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan,
           {.dq_accum = dq_accum_size(p),
            .row_values = heads_of_all_entries(p) * plan.scratch.rows_per_head,
-           .semaphores = plan.waits ? num_semaphores(p) : 0}};
+           .semaphores = plan.waits ? num_semaphores(p) : 0,
+           .key_sums = plan.shares > 1 ? key_sums_size(p, plan.shares) : 0}};
 }
 
 // Chooses the kernel and the plan of a problem, and says how much scratch it takes.
@@ -219,13 +263,15 @@ inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
 
 // Points a problem and its plan to their scratch: sizes.total() uninitialized elements, aligned to 16 bytes.
 inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& sizes, float* memory) {
-  float *row_values = memory + sizes.dq_accum, *ranges = row_values + 2 * sizes.row_values;
+  float *row_values = memory + sizes.dq_accum, *key_sums = row_values + 2 * sizes.row_values;
+  float* ranges = key_sums + sizes.key_sums;
   int* counters = reinterpret_cast<int*>(ranges + sizes.ranges());
   problem.ranges.of_tiles = reinterpret_cast<int4*>(ranges);
   const auto use = [&](BwdScratch& scratch) {
     scratch.seen = reinterpret_cast<Interval*>(ranges + sizes.tiles);
     scratch.key_uses = reinterpret_cast<KeyUse*>(ranges + sizes.tiles + sizes.seen);
     scratch.dq_accum = memory;
+    scratch.key_sums = key_sums;
     scratch.next_block = counters;
     scratch.semaphores = counters + 1;
   };

@@ -36,6 +36,25 @@ __device__ inline float* softmax_d_of(const BwdParams& p, const Span& q, int ent
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// BwdScratch::key_sums
+
+// How many keys there are in all heads of all entries.
+__host__ __device__ inline int64_t num_keys(const Problem& p) {
+  return int64_t{p.heads_k} * p.seqlen_k * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
+}
+
+// fp32 sums of dK and dV: (dK or dV, shares of a key block, keys of all heads and entries, kHeadDim channels).
+template <int kHeadDim>
+struct KeySums {
+  static __device__ float* address(const BwdCommonPlan& plan, const Problem& p, bool of_values, int share,
+                                   const Span& k, int head, int key) {
+    const int64_t index = (k.batch * p.heads_k + head) * p.seqlen_k + k.first + key;
+    const int64_t all = num_keys(p), outer = (of_values ? plan.shares : 0) + share;
+    return plan.scratch.key_sums + (outer * all + index) * kHeadDim;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Rows in the padded layout of BwdScratch
 
 // Where row 0 of an entry is within a head. Packed entries start at multiples of kRowPad.

@@ -26,7 +26,7 @@ struct BwdSm90Launch : BwdSm90Params {
   CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one page of a tile (tile/shared.cuh)
   CUtensorMap dq_accum_map, dq_map;           // only bwd_sm90.cuh: boxes of a half of dQ
   CUtensorMap bias_map;                       // only instances of kBiased
-  int key_blocks;
+  int key_blocks;                             // with all of their shares
 };
 
 // A ring of tiles of rows of kHeadDim channels, with a value for each row: Q with log2(e) lse, or dO with softmax_d.
@@ -89,6 +89,7 @@ template <typename Config>
 struct KeyBlock {
   static constexpr int kClusterKeys = Config::kClusterKeys;
   using Order = AddOrder<Config::kBlockM, kClusterKeys>;
+  int share;     // which share of the key block's rows and heads this is
   KeyWork work;  // of the cluster
   Sequence seq;
   Mask mask;
@@ -98,21 +99,24 @@ struct KeyBlock {
       row_blocks;  // from the first to the last that see some of cluster_keys; with key ranges, some between may not
   int first_head, num_heads;
 
-  // part: which kBlockN of the cluster's keys are those of the thread block.
+  // index: of the share, all key blocks counted. part: which kBlockN of the cluster's keys are those of the thread
+  // block.
   __device__ KeyBlock(const BwdSm90Params& p, int index, int part = 0)
-      : work(key_work<kClusterKeys, Config::kTakesEntries>(p.problem, p.plan, index)),
+      : share(index % p.plan.shares),
+        work(key_work<kClusterKeys, Config::kTakesEntries>(p.problem, p.plan, index / p.plan.shares)),
         seq(p.problem, work.entry),
         mask(p.problem, seq),
         keys(interval_of<Config::kBlockN>(work.block * (kClusterKeys / Config::kBlockN) + part)),
         cluster_keys(interval_of<kClusterKeys>(work.block)),
         row_blocks(blocks_of(mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}),
                              Config::kBlockM)),
-        num_heads(p.problem.heads / p.problem.heads_k) {
-    first_head = work.head_k * num_heads;
+        num_heads(p.problem.heads / p.problem.heads_k / p.plan.head_shares) {
+    first_head = (work.head_k * p.plan.head_shares + share % p.plan.head_shares) * num_heads;
     if (has_ranges<Config::kFeatures>(p.problem)) {
       const KeyUse& use = key_use(p);
       row_blocks = {use.first_rows, use.last_rows};
     }
+    if (p.plan.row_shares > 1) row_blocks = share_of(row_blocks, share / p.plan.head_shares, p.plan.row_shares);
   }
 
   __device__ bool exists() const { return cluster_keys.first < seq.k.length; }
@@ -122,6 +126,13 @@ struct KeyBlock {
   }
 
   __device__ bool has_rows() const { return !row_blocks.empty(); }
+
+  // The index-th of `shares` parts of an interval, as equal as can be.
+  __device__ static Interval share_of(const Interval& whole, int index, int shares) {
+    const int length = max(0, whole.last + 1 - whole.first);
+    const auto start = [&](int i) { return whole.first + static_cast<int>(int64_t{length} * i / shares); };
+    return {start(index), start(index + 1) - 1};
+  }
 
   // With key ranges: what bwd_ranges.cu has found for the cluster's keys, for rows, and for tiles of rows.
   __device__ const KeyUse& key_use(const BwdSm90Params& p) const {

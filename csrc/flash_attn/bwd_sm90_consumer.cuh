@@ -198,15 +198,32 @@ struct BwdConsumer {
     make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse_log2);
   }
 
-  // Stores dV or dK times `factor`, rounded, to channels `channel` .. cols - 1 in global memory.
+  // Stores dV or dK times `factor`, rounded, to channels `channel` .. cols - 1 in global memory; or, where others share
+  // the key block, the sum as it is to key_sums.
   template <typename Sum>
   __device__ void store_sum(Sum& sum, float factor, const TensorRef<>& x, int cols, int channel = 0) const {
     const Span& span = block.seq.k;
+    if (p.plan.shares > 1) return store_share(sum, &x == &p.dv, channel);
     const float factors[] = {factor, factor};
     sum.scale_rows(factors);
     T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen + channel;
     const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - block.keys.first)};
     store_rows<T>(sum, rows, key0, cols - channel);
+  }
+
+  template <typename Sum>
+  __device__ void store_share(const Sum& sum, bool of_values, int channel) const {
+    const int first = block.keys.first + key0 + sum.row(0);
+    float* row = KeySums<Config::kHeadDim>::address(p.plan, p.problem, of_values, block.share, block.seq.k,
+                                                    block.work.head_k, first);
+#pragma unroll
+    for (int r = 0; r < sum.kLaneRows; ++r) {
+      if (first + 8 * r >= block.seq.k.length) return;
+#pragma unroll
+      for (int c = 0; c < sum.kLaneCols; c += 2) {
+        *reinterpret_cast<float2*>(row + 8 * r * Config::kHeadDim + channel + sum.col(c)) = {sum(r, c), sum(r, c + 1)};
+      }
+    }
   }
 };
 

@@ -37,11 +37,11 @@ BwdSm90Launch launch_params(const BwdSm90Params& p) {
   launch.dout_map = map_rows(p.dout, kHeadDimV, problem.head_dim_v);
   launch.k_map = map_keys(p.k, kHeadDim, problem.head_dim);
   launch.v_map = map_keys(p.v, kHeadDimV, problem.head_dim_v);
-  launch.key_blocks = key_blocks<Config::kClusterKeys>(problem);
+  launch.key_blocks = key_blocks<Config::kClusterKeys>(problem) * p.plan.shares;
   return launch;
 }
 
-// Launches one cluster (of kCluster thread blocks) for each key block, but at most `most` of them.
+// Launches one cluster (of kCluster thread blocks) for each share of a key block, but at most `most` of them.
 template <auto kKernel, typename Config, typename Shared>
 void launch_bwd_sm90(const BwdSm90Launch& params, cudaStream_t stream, int most = std::numeric_limits<int>::max()) {
   static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
