@@ -14,6 +14,8 @@ padded              this library, with v filled up to the head_dim of k before t
 
 flash_attn_packed_*  sequences of several lengths in one tensor, such as "4096+2x512", beside PyTorch's varlen_attn, if
                      the installed one has the options
+flash_attn_cross_*   rows that attend to few keys, as those of an image or a video to a text: batch x heads x rows to
+                     keys x head_dim
 flash_attn_features  what a feature costs. A sink, and key ranges that amount to causal, beside the plain causal call
                      ("flash_attn"); documents of 1k tokens in rows of 16k as key ranges, beside the same as packed
                      sequences ("flash_attn"); 4 first keys and a window of 1k as two ranges, and as a mask of bool,
@@ -52,6 +54,7 @@ SHAPES = {  # batch, heads, heads_k, seqlen, head_dim; head_dim of v if it is an
         for heads, heads_k in ((32, 8), (64, 8))
         for seqlen in (512, 1024, 2048, 4096)
     ]
+    + [(1, 32, 1, 2048, 128), (1, 32, 8, 2048, 128), (1, 32, 4, 4096, 128)]  # few key heads and one sequence
     + [(16384 // seqlen, 16, 16, seqlen, *head_dims) for head_dims in ((192, 128), (192,)) for seqlen in (2048, 8192)]
     + [(16384 // seqlen, 4, 4, seqlen, 512) for seqlen in (1024, 4096, 16384)],
     "cpu": [(4, 8, 8, 512, 64), (1, 8, 8, 2048, 64), (1, 8, 8, 4096, 128), (2, 16, 16, 1024, 128)],
@@ -99,6 +102,18 @@ PACKED = {  # lengths with how often each occurs; heads, heads_k, head_dim
     ),
     "cpu": [],
 }
+CROSS = {  # batch, heads, rows, keys, head_dim
+    "cuda": [
+        (1, 8, 4096, 77, 64),
+        (2, 10, 4096, 77, 64),
+        (8, 16, 1024, 77, 64),
+        (1, 24, 4096, 256, 128),
+        (1, 40, 32768, 512, 128),
+        (1, 16, 16384, 128, 128),
+        (1, 8, 4096, 256, 256),
+    ],
+    "cpu": [],
+}
 PAGE_SIZES = {"cuda": (0, 16, 256), "cpu": (0,)}  # 0: a dense cache
 HOST = {"cuda": [(1, 8, 8, 128, 128)], "cpu": []}
 MEMORY = {"cuda": [2**n for n in range(10, 17)], "cpu": []}  # tokens of one sequence with two heads of 128
@@ -142,6 +157,16 @@ def cases(device):
                 dtype,
                 functools.partial(packed, backwards, lengths, heads, DTYPES[dtype], device, causal),
                 flops=cost * seen * heads[2],
+            )
+    for shape, dtype in itertools.product(CROSS[device], TYPES[device]):
+        batch, heads, rows, keys, head_dim = shape
+        for op, backwards, cost in (("fwd", False, 4), ("bwd", True, 10)):
+            yield Case(
+                f"flash_attn_cross_{op}",
+                f"{batch}x{heads}x{rows} to {keys}x{head_dim}",
+                dtype,
+                functools.partial(cross, backwards, shape, DTYPES[dtype], device),
+                flops=cost * batch * heads * rows * keys * head_dim,
             )
     for shape in FEATURED[device]:
         document = *shape[:3], shape[3] // DOCUMENTS, shape[4]
@@ -326,6 +351,20 @@ def packed(backward, lengths, heads, dtype, device, causal):
     if theirs.keys() <= inspect.signature(varlen_attn).parameters.keys():
         functions["torch"] = functools.partial(varlen_attn, *inputs, *bounds, **theirs)
     return {name: backward_of(each, *inputs) if backward else each for name, each in functions.items()}
+
+
+def cross(backward, shape, dtype, device):
+    """Rows that attend to keys of another number."""
+    batch, heads, rows, keys, head_dim = shape
+    options = dict(dtype=dtype, device=device, requires_grad=backward)
+    ours = [torch.randn(batch, length, heads, head_dim, **options) for length in (rows, keys, keys)]
+    theirs = [x.detach().transpose(1, 2).contiguous().requires_grad_(backward) for x in ours]
+    calls = {"flash_attn": (flash_attn_func, ours)}
+    calls |= {
+        name: (attend, theirs) for name, attend in sdpa(device, (batch, heads, heads, rows, head_dim), False).items()
+    }
+    functions = {name: (functools.partial(attend, *inputs), inputs) for name, (attend, inputs) in calls.items()}
+    return {name: backward_of(call, *inputs) if backward else call for name, (call, inputs) in functions.items()}
 
 
 def causally(backward, shape, dtype, device):

@@ -209,6 +209,49 @@ def test_dq_adds_up_over_blocks_of_keys(case, deterministic, varlen, device):
     case.but(deterministic=deterministic, varlen=varlen).check(device)
 
 
+# Where there are fewer blocks of keys than multiprocessors, several thread blocks share one: its query heads, its rows,
+# or both. With 64 rows, some shares have none.
+FEW_BLOCKS_OF_KEYS = [
+    Problem(
+        batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=heads[0], heads_k=heads[1], head_dim=head_dim, **options
+    )
+    for head_dim in (64, 96, 128, 192, 256, 512)
+    for seqlen_q, seqlen_k, heads, options in (
+        (1500, 77, (1, 1), {}),
+        (1000, 130, (6, 1), {}),
+        (700, 700, (4, 1), dict(causal=True)),
+        (1000, 300, (2, 2), dict(window=(100, 40))),
+        (64, 64, (32, 1), dict(causal=True, dtype="fp16")),
+        (900, 200, (3, 1), dict(softcap=2.0, alibi="bh", dropout_p=0.17, layout="bhsd")),
+    )
+]
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", params(FEW_BLOCKS_OF_KEYS))
+def test_thread_blocks_share_a_block_of_keys(case, deterministic, varlen, device):
+    """Packed entries, of which some may be empty, also leave some of their keys out, whose gradients are 0."""
+    for elements in (2**18, 2**20, 2**22) if device.type == "cuda" else ():
+        torch.full((elements,), math.nan, device=device)  # torch keeps the memory for those who ask next
+    changes = dict(varlen=True, batch=2, seqused=True, leftpad=True) if varlen else {}
+    case.but(deterministic=deterministic, **changes).check(device)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize(
+    "batch, rows, heads, heads_k, shared",
+    [(1, 4096, 4, 4, True), (1, 256, 32, 1, True), (1, 64, 4, 4, False), (64, 4096, 4, 4, False)],
+)
+def test_which_blocks_of_keys_are_shared(batch, rows, heads, heads_k, shared, device, monkeypatch):
+    """Then the last kernel adds up the shares; dq alone would not need it."""
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", "0")
+    q = torch.randn(batch, rows, heads, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    k = torch.randn(batch, 77, heads_k, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    out = flash_attn_func(q, k, k)
+    assert any("::bwd_finish_kernel<" in name for name in kernels_of(out.sum().backward)) == shared
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Variable length
 

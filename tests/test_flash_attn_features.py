@@ -85,6 +85,17 @@ def test_sample(case, device):
     case.check(torch.device(device))
 
 
+# Features where several thread blocks share a block of keys (FEW_BLOCKS_OF_KEYS in test_flash_attn.py).
+FEW_KEYS = FACTORS | dict(
+    lengths=[(1100, 77), (700, 130), (64, 20)], heads=[(2, 2), (6, 1)], dtype=["fp16", "bf16"], packing=["", "kv"]
+)
+
+
+@pytest.mark.parametrize("case", params(make(**row) for row in cover(FEW_KEYS, valid=possible)))
+def test_few_keys(case, device):
+    case.check(torch.device(device))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Two key ranges for each row, of which kernels take one at a time
 

@@ -38,7 +38,7 @@ def test_alignment(dtype, shift, device):
 GAPS = (0, 0, 0), (0, 0, 1), (1, 0, 0), (2, 3, 8), (3, 0, 4), (8, 1, 2)
 NARROW = dict(
     shape=[(11,)],
-    cols=range(1, 34),
+    cols=range(3, 34),  # of two columns, gradients of LayerNorm are little but rounding
     dtype=list(DTYPES),
     residual=["", *DTYPES],
     x1=["", "bf16"],
