@@ -69,6 +69,15 @@ def _packed():
         yield case, *(f"{row.tflops:.0f}" if row else "" for row in found), f"{found[2].ms / in_order.ms:.2f}"
 
 
+def _few_keys():
+    """Attention to few keys."""
+    rows = _rows("flash_attn_h100")
+    yield "batch x heads x rows to keys x head dimension", "forward", "cuDNN", "backward", "cuDNN"
+    for case in dict.fromkeys(case for op, case, _ in rows if op == "flash_attn_cross_fwd"):
+        every = itertools.product(("fwd", "bwd"), ("flash_attn", "torch cudnn"))
+        yield case, *(f"{rows[f'flash_attn_cross_{op}', case, provider].tflops:.0f}" for op, provider in every)
+
+
 def _head_dims():
     """Attention whose keys and values differ in head dim, and of more than 256 channels."""
     rows = _rows("flash_attn")
@@ -162,6 +171,7 @@ TABLES = {
     "attention": _attention,
     "peers": _peers,
     "packed": _packed,
+    "few_keys": _few_keys,
     "features": _features,
     "head_dims": _head_dims,
     "exact": _exact,

@@ -27,6 +27,8 @@ below_autograd = _needed(torch._C, "_AutoDispatchBelowAutograd")
 # Whether a transform such as torch.func.vmap is active. Without it: always, which makes each call 2 us slower.
 functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+
 # To look inside the tensors that torch.func.vmap passes. If torch lacks either name, no tensor counts as such.
 _is_batched: Callable[[torch.Tensor], bool]
 try:
@@ -78,6 +80,11 @@ def in_forward_mode() -> bool:
     torch.func.jvp does.
     """
     return getattr(forward_ad, "_current_level", 0) >= 0 or functorch_is_active()
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a mode such as torch.utils.flop_counter's sees the calls of ops. True if torch cannot tell."""
+    return _dispatch_modes() > 0
 
 
 def unbatched(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn import _library, flash_attn_func, flash_attn_with_kvcache
 from flash_attn._ops import flash_attn as ops
@@ -130,11 +131,88 @@ def test_a_call_with_an_option_is_not_plain(function, option, device, monkeypatc
             function(x, x, x, **{option: value})
 
 
-def test_a_subclass_takes_the_long_way(dtype, device):
+@pytest.fixture
+def long(device, monkeypatch):
+    """Makes calls fail that take the short way."""
+
+    def fail(*args):
+        raise AssertionError("this call is not plain")
+
+    for name in ("fwd_plain", "fwd_plain_out", "fwd_kvcache_plain_out"):
+        monkeypatch.setattr(getattr(ops, name), "below_autograd", fail)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda x: x.as_subclass(Subclass)], ids=["parameter", "subclass"])
+def test_a_subclass_takes_the_long_way(kind, dtype, long, device):
     q, k, v = inputs(dtype, device)
-    out = flash_attn_func(torch.nn.Parameter(q), k, v)
-    assert out.requires_grad
-    assert torch.equal(out, flash_attn_func(q, k, v))
+    for args in ((kind(q), k, v), (q, kind(k), v), (q, k, kind(v))):
+        assert flash_attn_func(*args).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    "lengths", [torch.tensor(9, dtype=torch.int32), torch.tensor([9, 40]), 9], ids=["0-d", "int64", "int"]
+)
+def test_lengths_that_take_the_long_way(lengths, dtype, long, device):
+    q, k, v = inputs(dtype, device)
+    lengths = lengths.to(device) if isinstance(lengths, torch.Tensor) else lengths
+    assert flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=lengths).shape == (2, 1, 4, 48)
+
+
+class Ops(TorchDispatchMode):
+    """The names of the ops of attention that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "flash_attn":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_the_ops_that_they_know(dtype, device):
+    """Counters of FLOPs and policies of checkpoints are written for fwd and bwd."""
+    leaves = inputs(dtype, device, requires_grad=True)
+    with Ops() as seen:
+        flash_attn_func(*leaves).sum().backward()
+    assert [name.removesuffix("_reference") for name in seen.names] == ["fwd", "bwd"]
+
+
+def test_an_error_that_is_no_refusal_is_raised_once(dtype, short, device):
+    """One of a hook, or for want of memory, says nothing of the arguments."""
+    leaves = inputs(dtype, device, requires_grad=True)
+    calls = []
+
+    def pack(x):
+        calls.append(x)
+        raise RuntimeError("no room for this")
+
+    with (
+        pytest.raises(RuntimeError, match="no room for this"),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+    ):
+        flash_attn_func(*leaves)
+    assert len(calls) == 1
+
+
+def test_want_of_memory_is_raised(dtype, short, device, monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    short()
+    for name in ("fwd_plain", "fwd_plain_out", "fwd_kvcache_plain_out"):
+        monkeypatch.setattr(getattr(ops, name), "below_autograd", fail)
+    q, k, v = inputs(dtype, device)
+    for call in (flash_attn_func, flash_attn_with_kvcache):
+        with pytest.raises(torch.OutOfMemoryError):
+            call(q, k, v)
+    with pytest.raises(torch.OutOfMemoryError):
+        flash_attn_func(q.requires_grad_(), k, v)
 
 
 def test_opcheck(device):

@@ -83,6 +83,33 @@ def test_gradients(name, sizes, deterministic, portable, device, monkeypatch):
         assert_error_ratio(grad, *others, name=f"d{letter}")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize(("rows", "seen_by"), [(1536, [(0, 100, 1450)]), (256, [(0, 0, 256), (0, 256, 256)])])
+def test_shares_of_rows_that_see_nothing(rows, seen_by, head_dim, deterministic, device):
+    """Thread blocks that share a block of keys may get only rows, or only heads, that see none of them.
+
+    seen_by: of each head, rows from the first number to the second, and from the third on, see all keys.
+    """
+    ranges = torch.zeros(1, len(seen_by), rows, 2, dtype=torch.int32)
+    for head, (first, end, again) in enumerate(seen_by):
+        ranges[0, head, first:end, 1] = ranges[0, head, again:, 1] = 60
+    case = Case(batch=1, seqlen_q=rows, seqlen_k=60, heads=len(seen_by), heads_k=1, head_dim=head_dim)
+    *inputs, dout = case.tensors(device)
+    ranges = ranges.to(device)
+
+    def reference(q, k, v):
+        return oracle.attention(q, k, v, seen=masks.to_bool(ranges, 60))
+
+    exact = oracle.gradients(reference, [x.double() for x in inputs], dout, None)[2]
+    plain = oracle.gradients(reference, inputs, dout, None)[2]
+    leaves = [x.requires_grad_() for x in inputs]
+    out = flash_attn_func(*leaves, key_ranges=ranges, deterministic=deterministic)
+    grads = torch.autograd.grad(out, leaves, dout)
+    for letter, grad, *others in zip("qkv", grads, exact, plain, strict=True):
+        assert_error_ratio(grad, *others, name=f"d{letter}")
+
+
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("seqlen_q", [SEQLEN, 200, 400])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch.profiler import ProfilerActivity
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn import _torch_private
 
@@ -14,6 +15,7 @@ OPTIONAL = {  # where each name is, and what it is
     "_are_functorch_transforms_active": "torch._C",
     "_dispatch_has_kernel_for_dispatch_key": "torch._C",
     "_foreach_copy_": "torch",
+    "_len_torch_dispatch_stack": "torch._C",
     "FunctionalTensorMode": "torch._subclasses.functional_tensor",
     "_current_level": "torch.autograd.forward_ad",
     "is_batchedtensor": "torch._C._functorch",
@@ -67,6 +69,13 @@ def test_forward_mode(monkeypatch):
         assert _torch_private.in_forward_mode()
     monkeypatch.delattr(torch.autograd.forward_ad, "_current_level")
     assert _torch_private.in_forward_mode()
+
+
+def test_dispatch_modes(without):
+    assert not _torch_private.in_dispatch_mode()
+    with FlopCounterMode(display=False):
+        assert _torch_private.in_dispatch_mode()
+    assert without("_len_torch_dispatch_stack").in_dispatch_mode()
 
 
 def test_entries_under_vmap(without):

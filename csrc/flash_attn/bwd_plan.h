@@ -28,7 +28,7 @@ struct BwdScratch {
   float* dq_accum = nullptr;  // fp32 dQ, as DqAccum lays it out
   int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many key blocks have added
                               // to dQ of these rows; unused unless thread blocks wait
-  int* next_block = nullptr;  // (1), how many key blocks have been taken
+  int* next_block = nullptr;  // (1), how many shares of key blocks have been taken
   float* key_sums = nullptr;  // unless a key block has one share: what each share has summed of dK and dV (KeySums)
   // With key ranges, found by bwd_ranges.cu. If all heads have the same ranges, these are stored for one head.
   Interval* seen = nullptr;    // (heads of all entries, rows_per_head), the keys that a row sees
@@ -47,8 +47,8 @@ struct BwdCommonPlan {
   BwdScratch scratch;
   int section_heads = 1;    // key heads of a section: see key_work in bwd_schedule.cuh
   int section_entries = 1;  // packed entries whose key blocks are taken together, with kTakesEntries
-  // Where there are fewer key blocks than multiprocessors, several thread blocks share one: each takes some of the
-  // query heads that share the key head, and some of the rows. bwd_finish.cu adds up their dK and dV.
+  // Where there are too few key blocks to occupy the GPU, several thread blocks share one: each takes some of the query
+  // heads that share the key head, and some of the rows. bwd_finish.cu adds up their dK and dV.
   int head_shares = 1, row_shares = 1, shares = 1;  // shares: their product
   bool waits = false;      // thread blocks wait for one another before they touch the same rows of dQ: if the call is
                            // deterministic, or if rounds_dq

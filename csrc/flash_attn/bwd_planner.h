@@ -8,6 +8,7 @@
 
 #include "common/divmod.h"
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_tiles.h"
 #include "flash_attn/features.h"
 #include "flash_attn/head_dims.h"
 #include "flash_attn/params.h"
@@ -146,13 +147,15 @@ inline int64_t key_sums_size(const Problem& p, int shares) {
 }
 
 // Divides key blocks among thread blocks where there are too few to occupy the GPU: cross-attention to few keys, one
-// key head for many query heads, or one long sequence. The time of a call is estimated in steps of 64 rows: each thread
-// block does its share of them and needs a few more to start and to end; another kernel adds up the shares, which takes
-// longer the more there are. Under a mask that is open on one side, key blocks have half of the steps on average;
-// thread blocks that are done take the next ones, so that either the longest one counts or the mean.
+// key head for many query heads, or one long sequence. The time of a call is estimated in steps, tiles of rows: each
+// thread block does its share of them and needs a few more to start and to end; another kernel adds up the shares,
+// which takes longer the more there are. Under a mask that is open on one side, key blocks have half of the steps on
+// average; thread blocks that are done take the next ones, so that either the longest one counts or the mean. More
+// shares must gain 5 %, and their sums may take as much memory as dq_accum, or 64 MB.
 inline void share_key_blocks(BwdSm90Plan& plan, const Problem& p, const BwdHints& hints) {
-  constexpr int kMostShares = 16, kStepRows = 64, kStepsOfBlock = 3, kStepsOfSum = 5;
+  constexpr int kMostShares = 16, kStepsOfBlock = 3, kStepsOfSum = 5;
   const int head_dim = instance_on_sm90(p), keys = head_dim > 256 ? 64 : 128, group = p.heads / p.heads_k;
+  const int tile_rows = bwd_sm90_tile(head_dim, features_of<BwdSm90Plan>(p, has_plain_products(p))).rows;
   const int64_t places = hints.multiprocessors / (head_dim > 128 ? 2 : 1);  // of thread blocks, or of clusters of two
   const int64_t per_head = p.cu_seqlens_k ? p.seqlen_k / keys + p.batch : ceil_div(int64_t{p.seqlen_k}, int64_t{keys});
   const int64_t blocks = per_head * p.heads_k * (p.cu_seqlens_k ? 1 : p.batch);
@@ -161,19 +164,21 @@ inline void share_key_blocks(BwdSm90Plan& plan, const Problem& p, const BwdHints
   const bool uneven = left != right || p.ranges.data != nullptr;
   const int64_t band = int64_t{p.window_left} + p.window_right + keys;  // rows that see some of the keys
   const int64_t row_blocks =
-      ceil_div(left && right ? std::clamp<int64_t>(band, 1, hints.longest_q) : hints.longest_q, int64_t{kStepRows});
+      ceil_div(left && right ? std::clamp<int64_t>(band, 1, hints.longest_q) : hints.longest_q, int64_t{tile_rows});
+  const int64_t most_memory = std::max(dq_accum_size(p), int64_t{16 << 20});
   int64_t least = 0;
   for (int shares = 1; shares <= kMostShares; ++shares) {
     const int of_heads = std::gcd(shares, group), of_rows = shares / of_heads;
-    if (of_rows > row_blocks) continue;
+    if (of_rows > row_blocks || (shares > 1 && key_sums_size(p, shares) > most_memory)) continue;
     const int64_t steps = group / of_heads * ceil_div(row_blocks, int64_t{of_rows}), all = blocks * shares;
     const int64_t longest = steps + kStepsOfBlock;
     int64_t time = uneven ? std::max(longest, ceil_div(all * (steps / 2 + kStepsOfBlock), places))
                           : ceil_div(all, places) * longest;
     if (shares > 1) time += kStepsOfSum + all * head_dim / (24 * hints.multiprocessors);
-    if (shares > 1 && time >= least) continue;
+    if (shares > 1 && time * 20 >= least * 19) continue;
     least = time, plan.head_shares = of_heads, plan.row_shares = of_rows, plan.shares = shares;
   }
+  if (plan.shares > 1) plan.row_order = RowOrder::kLastFirst;  // which the instances for shares are compiled for
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

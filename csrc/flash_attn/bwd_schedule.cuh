@@ -82,7 +82,8 @@ int key_blocks(const Problem& p) {
 
 // The place of a key block among those that add to dQ of a row block, in the order of their keys. A semaphore counts
 // how many have added. There is no deadlock: thread blocks take key blocks from a counter (BwdScratch::next_block) in
-// the order of key_work, so a thread block waits only for key blocks that running thread blocks have already taken.
+// the order of key_work, so a thread block waits only for key blocks that running thread blocks have already taken. All
+// shares of a key block come before those of the next.
 template <int kBlockM, int kBlockN>
 struct AddOrder {
   int before;  // how many key blocks with earlier keys add to the rows

@@ -2,10 +2,11 @@
 // products.
 //
 // Warp-specialized and persistent: a thread block takes one key block of 128 keys of a key head after another. For
-// each, it visits the rows that see these keys, kBlockM at a time, of every query head that shares the key head. Each
-// of the two consumer warpgroups (0 and 1, bwd_sm90_steps.cuh) has 64 of the keys, and sums their dV and dK in
-// registers. Products are transposed, so that the scores of one product are, in registers, the left operand of the
-// next:
+// each, it visits the rows that see these keys, kBlockM at a time, of every query head that shares the key head; or,
+// where there are too few key blocks to occupy the GPU, its share of these heads and rows (share_key_blocks in
+// bwd_planner.h). Each of the two consumer warpgroups (0 and 1, bwd_sm90_steps.cuh) has 64 of the keys, and sums their
+// dV and dK in registers. Products are transposed, so that the scores of one product are, in registers, the left
+// operand of the next:
 //
 //   S^T = K Q^T    P^T     dV += P^T dO          from registers
 //   dP^T = V dO^T  dS^T    dK += dS^T Q          likewise
@@ -158,6 +159,8 @@ void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
   if constexpr (kFeatures != Features::kPlain) {
     run(Constant<RowOrder::kLastFirst>{});
+  } else if (p.plan.shares > 1) {  // an instance of its own: in the others the code alone would cost 2 % of the time
+    run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, RowOrder::kLastFirst, /*kShares=*/true>>(p, stream);
   } else if constexpr (kHeadDim > 64) {
     dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst>(p.plan.row_order, run);
   } else {

@@ -89,7 +89,7 @@ template <typename Config>
 struct KeyBlock {
   static constexpr int kClusterKeys = Config::kClusterKeys;
   using Order = AddOrder<Config::kBlockM, kClusterKeys>;
-  int share;     // which share of the key block's rows and heads this is
+  int share;     // with kShares: which share of the key block's rows and heads this is
   KeyWork work;  // of the cluster
   Sequence seq;
   Mask mask;
@@ -102,21 +102,26 @@ struct KeyBlock {
   // index: of the share, all key blocks counted. part: which kBlockN of the cluster's keys are those of the thread
   // block.
   __device__ KeyBlock(const BwdSm90Params& p, int index, int part = 0)
-      : share(index % p.plan.shares),
-        work(key_work<kClusterKeys, Config::kTakesEntries>(p.problem, p.plan, index / p.plan.shares)),
+      : share(Config::kShares ? index % p.plan.shares : 0),
+        work(key_work<kClusterKeys, Config::kTakesEntries>(p.problem, p.plan,
+                                                           Config::kShares ? index / p.plan.shares : index)),
         seq(p.problem, work.entry),
         mask(p.problem, seq),
         keys(interval_of<Config::kBlockN>(work.block * (kClusterKeys / Config::kBlockN) + part)),
         cluster_keys(interval_of<kClusterKeys>(work.block)),
         row_blocks(blocks_of(mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}),
                              Config::kBlockM)),
-        num_heads(p.problem.heads / p.problem.heads_k / p.plan.head_shares) {
-    first_head = (work.head_k * p.plan.head_shares + share % p.plan.head_shares) * num_heads;
+        num_heads(p.problem.heads / p.problem.heads_k) {
+    first_head = work.head_k * num_heads;
     if (has_ranges<Config::kFeatures>(p.problem)) {
       const KeyUse& use = key_use(p);
       row_blocks = {use.first_rows, use.last_rows};
     }
-    if (p.plan.row_shares > 1) row_blocks = share_of(row_blocks, share / p.plan.head_shares, p.plan.row_shares);
+    if constexpr (Config::kShares) {
+      num_heads /= p.plan.head_shares;
+      first_head += share % p.plan.head_shares * num_heads;
+      row_blocks = share_of(row_blocks, share / p.plan.head_shares, p.plan.row_shares);
+    }
   }
 
   __device__ bool exists() const { return cluster_keys.first < seq.k.length; }

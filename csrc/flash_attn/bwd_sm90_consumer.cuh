@@ -198,13 +198,16 @@ struct BwdConsumer {
     make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse_log2);
   }
 
-  // Stores dV or dK times `factor`, rounded, to channels `channel` .. cols - 1 in global memory; or, where others share
-  // the key block, the sum as it is to key_sums.
+  // Stores dV or dK, scaled and rounded, to the channels from `channel` on in global memory; or, where others share the
+  // key block, the sum as it is to key_sums.
   template <typename Sum>
-  __device__ void store_sum(Sum& sum, float factor, const TensorRef<>& x, int cols, int channel = 0) const {
+  __device__ void store_sum(Sum& sum, bool of_values, int channel = 0) const {
+    if (Config::kShares && p.plan.shares > 1) return store_share(sum, of_values, channel);
+    const Problem& problem = p.problem;
+    const TensorRef<>& x = of_values ? p.dv : p.dk;
+    const float factor = of_values ? problem.dropout_rescale : problem.softmax_scale, factors[] = {factor, factor};
+    const int cols = of_values ? problem.head_dim_v : problem.head_dim;
     const Span& span = block.seq.k;
-    if (p.plan.shares > 1) return store_share(sum, &x == &p.dv, channel);
-    const float factors[] = {factor, factor};
     sum.scale_rows(factors);
     T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen + channel;
     const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - block.keys.first)};

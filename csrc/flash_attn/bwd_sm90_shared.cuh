@@ -16,12 +16,14 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_, Features kFeatures_, RowOrder kRowOrder_ = RowOrder::kLastFirst>
+template <typename T_, int kHeadDim_, Features kFeatures_, RowOrder kRowOrder_ = RowOrder::kLastFirst,
+          bool kShares_ = kFeatures_ != Features::kPlain>
 struct BwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr RowOrder kRowOrder = kRowOrder_;
+  static constexpr bool kShares = kShares_;                            // whether thread blocks may share a key block
   static constexpr bool kMayWait = kRowOrder == RowOrder::kLastFirst;  // whether thread blocks may wait for one another
   static constexpr bool kTakesEntries = kMayWait;                      // as key_work has it
   static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges;

@@ -223,10 +223,14 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       if constexpr (Config::kStaggered) start_last_dq(dq);
       if constexpr (Config::kStaggered) wait_gemms<0>(dq);
       if (this->leads()) shared.keys_free.arrive();
-      if constexpr (Config::kStaggered) end_last_dq(dq);
+      // With key ranges, all of a share's rows may lie between those that see the keys: then there was no step.
+      constexpr bool kMayVisitNone = Config::kShares && Config::kTakesRanges;
+      if constexpr (Config::kStaggered) {
+        if (!kMayVisitNone || last_dq_rows != kNone) end_last_dq(dq);
+      }
     }
-    this->store_sum(dv, p.problem.dropout_rescale, p.dv, p.problem.head_dim_v);
-    this->store_sum(dk, p.problem.softmax_scale, p.dk, p.problem.head_dim);
+    this->store_sum(dv, /*of_values=*/true);
+    this->store_sum(dk, /*of_values=*/false);
   }
 };
 

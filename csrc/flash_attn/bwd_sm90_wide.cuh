@@ -2,8 +2,8 @@
 // both. That is so for 192 channels of K and 128 of V, too: dK and dV of 64 keys take 160 registers a thread, and a
 // step of 64 rows 80 more. (The value and the key team then do equal work: products over 192 + 128 channels each.)
 //
-// A cluster of two thread blocks takes 128 keys of a key head, 64 each, and visits the rows that see them as
-// bwd_sm90.cuh does. Of the four warpgroups of a thread block, three are teams that work on the same keys
+// A cluster of two thread blocks takes 128 keys of a key head, 64 each, and visits the rows that see them, or its share
+// of these, as bwd_sm90.cuh does. Of the four warpgroups of a thread block, three are teams that work on the same keys
 // (bwd_sm90_wide_sums.cuh, bwd_sm90_wide_dq.cuh):
 //
 //   value team    S^T = K Q^T     P^T              dV += P^T dO

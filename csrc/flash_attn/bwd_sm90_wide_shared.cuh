@@ -24,7 +24,7 @@ struct BwdWideConfig {
   static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges && kHeadDim < 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kValueRounds = 1, kCluster = 2;
   static constexpr RowOrder kRowOrder = RowOrder::kLastFirst;
-  static constexpr bool kTakesEntries = false;
+  static constexpr bool kTakesEntries = false, kShares = true;
   // The two thread blocks of a cluster have different keys and all channels or, where kParts is 2, the same keys and
   // half of the channels each.
   static constexpr int kParts = channel_parts(kHeadDim);

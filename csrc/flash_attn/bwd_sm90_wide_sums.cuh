@@ -125,7 +125,7 @@ struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
     if (block.has_rows()) this->wait_keys();
     block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
     await(kEmptyBarrier);
-    this->store_sum(sum, p.problem.dropout_rescale, p.dv, p.problem.head_dim_v, Config::channel());
+    this->store_sum(sum, /*of_values=*/true, Config::channel());
   }
 };
 
@@ -177,7 +177,7 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
     sum.fill(0);
     if (block.has_rows()) this->wait_keys();
     block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
-    this->store_sum(sum, p.problem.softmax_scale, p.dk, p.problem.head_dim, Config::channel());
+    this->store_sum(sum, /*of_values=*/false, Config::channel());
   }
 };
 

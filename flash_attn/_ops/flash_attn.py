@@ -197,15 +197,15 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
     """
     if torch.compiler.is_compiling() or exact_gradients:
         return None
+    scale = _plain_scale("fwd", q, k, v, softmax_scale)
+    if scale is None:
+        return None
+    right = 0 if is_causal else -1
     try:
-        scale = _plain_scale("fwd", q, k, v, softmax_scale)
-        if scale is None:
-            return None
-        right = 0 if is_causal else -1
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _apply_plain(q, k, v, (scale, -1, right))
-        return fwd_plain_out.below_autograd(q, k, v, scale, -1, right)
-    except RuntimeError:
+        return _refusable(fwd_plain_out, q, k, v, scale, -1, right)
+    except _Refused:
         return None
 
 
@@ -216,40 +216,59 @@ def plain_decode(
     """Returns out of `decode` without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
-    try:
-        scale = _plain_scale("fwd_kvcache", q, k_cache, v_cache, softmax_scale)
-        if (
-            scale is None
-            or not (cache_seqlens is None or _is_plain_index(cache_seqlens))
-            or not (block_table is None or _is_plain_index(block_table))
-            or not (k_cache.is_contiguous() and v_cache.is_contiguous())
-            or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
-        ):
-            return None
-        right = 0 if is_causal else -1
-        return fwd_kvcache_plain_out.below_autograd(q, k_cache, v_cache, scale, -1, right, cache_seqlens, block_table)
-    except RuntimeError:
+    scale = _plain_scale("fwd_kvcache", q, k_cache, v_cache, softmax_scale)
+    if (
+        scale is None
+        or not (cache_seqlens is None or _is_plain_index(cache_seqlens, 1))
+        or not (block_table is None or _is_plain_index(block_table, 2))
+        or not (k_cache.is_contiguous() and v_cache.is_contiguous())
+        or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
+    ):
         return None
+    right = 0 if is_causal else -1
+    try:
+        return _refusable(fwd_kvcache_plain_out, q, k_cache, v_cache, scale, -1, right, cache_seqlens, block_table)
+    except _Refused:
+        return None
+
+
+class _Refused(Exception):
+    """A kernel refuses the arguments of a plain call."""
+
+
+def _refusable(op, *args):
+    """Calls `op`. Its errors become _Refused, but for those that its arguments are not to blame for."""
+    try:
+        return op.below_autograd(*args)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:
+        raise _Refused from error
 
 
 def _plain_scale(op, q, k, v, scale):
     """Returns the scale of the scores for the plain form of `op`; None if it does not suit these arguments."""
     if not (type(q) is type(k) is type(v) is Tensor) or q.dtype not in KERNEL_DTYPES:
         return None
-    # With a tensor of shapes alone, the dispatcher would call no kernel, and nothing would check the others.
-    if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or not _library.runs_in_kernel(op, q):
+    # Modes that look at each op know those with all arguments. With a tensor of shapes alone, the dispatcher would call
+    # no kernel, and nothing would check the others.
+    if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or _torch_private.in_dispatch_mode():
         return None
     shape = q.shape
     if len(shape) != 4 or not 1 <= shape[3] <= MAX_HEAD_DIM or shape[2] > MANY_HEADS:
+        return None
+    if v.dim() != 4 or v.shape[3] > MAX_HEAD_DIM:
+        return None
+    if not _library.runs_in_kernel(op, q):
         return None
     if scale is None:
         return shape[3] ** -0.5
     return scale if type(scale) is float and 0 <= scale < math.inf else None
 
 
-def _is_plain_index(x):
-    """Whether `x` is a tensor of indices as kernels read it, but for its shape and its device."""
-    return type(x) is Tensor and x.dtype is torch.int32 and x.is_contiguous() and not x.is_meta
+def _is_plain_index(x, dims):
+    """Whether `x` is a tensor of indices as kernels read it, but for its sizes and its device."""
+    return type(x) is Tensor and x.dtype is torch.int32 and x.dim() == dims and x.is_contiguous() and not x.is_meta
 
 
 def score_arguments(
@@ -934,7 +953,7 @@ class _PlainAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options):
-        out, softmax_lse = fwd_plain.below_autograd(q, k, v, *options)
+        out, softmax_lse = _refusable(fwd_plain, q, k, v, *options)
         ctx.save_for_backward(q, k, v, out, softmax_lse)
         ctx.options = options
         return out
