@@ -254,10 +254,10 @@ def _plain_scale(op, q, k, v, scale):
     # no kernel, and nothing would check the others.
     if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or _torch_private.in_dispatch_mode():
         return None
-    shape = q.shape
-    if len(shape) != 4 or not 1 <= shape[3] <= MAX_HEAD_DIM or shape[2] > MANY_HEADS:
+    if q.dim() != 4 or v.dim() != 4 or q.is_nested or v.is_nested:
         return None
-    if v.dim() != 4 or v.shape[3] > MAX_HEAD_DIM:
+    shape = q.shape
+    if not 1 <= shape[3] <= MAX_HEAD_DIM or shape[2] > MANY_HEADS or v.shape[3] > MAX_HEAD_DIM:
         return None
     if not _library.runs_in_kernel(op, q):
         return None
