@@ -125,6 +125,8 @@ def calls():
     ):
         sizes = seqlen_q, seqlen_k, 70, 70, head_dim
         yield f"{sizes}", lambda sizes=sizes: attend(*sizes, backward=False)
+    for head_dim in (64, 128, 192, 512):  # several thread blocks share the keys of the backward
+        yield f"few keys d{head_dim}", lambda d=head_dim: attend(1000, 77, 6, 2, d)
     yield "fp16 window", lambda: attend(150, 300, 2, 1, 128, dtype=torch.float16, window_size=(70, 10))
     slopes = torch.tensor([0.5, 0.25])
     options = dict(dropout_p=0.2, softcap=10.0, causal=True, return_attn_probs=True)
