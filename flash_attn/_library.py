@@ -88,7 +88,7 @@ def library_path() -> pathlib.Path | None:
 
 @functools.cache
 def is_switched_off(name: str) -> bool:
-    """Whether the environment asks for the op `name`, or the one whose plain form it is, without its kernel."""
+    """Whether the environment asks that the op `name` run without its kernel. A plain form goes with its op."""
     names = name, name.partition("_plain")[0]
     patterns = [pattern.strip() for pattern in os.environ.get(_SWITCH, "").split(",")]
     return any(fnmatch.fnmatchcase(each, pattern) for each in names for pattern in patterns)
@@ -200,7 +200,7 @@ class Op:
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
         self.beyond_kernel = beyond_kernel
-        self.takes_all = kernel_dtypes is None and beyond_kernel is None
+        self.takes_all = kernel_dtypes is None and beyond_kernel is None  # spares a call of _has_kernel_for
         self.arguments = _torch_private.arguments(self.default)
         self.writes = writes
         self.composite = composite
@@ -378,7 +378,7 @@ def _on_its_device(launch):
 def _announced(name, reference, announces=True, beyond_kernel=None):
     """Returns `reference` as a kernel that, if it `announces`, warns once where it takes the place of a kernel.
 
-    Tensors that are not dense arrive here from a dispatcher that has no kernel for them, and are refused.
+    The dispatcher also comes here with sparse and nested tensors, for which no kernel is registered: they are refused.
 
     It runs without autocast, which would round every product to 16 bits, and without autograd, which would record the
     operations within an op that has no gradient.

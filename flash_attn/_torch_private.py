@@ -27,6 +27,7 @@ below_autograd = _needed(torch._C, "_AutoDispatchBelowAutograd")
 # Whether a transform such as torch.func.vmap is active. Without it: always, which makes each call 2 us slower.
 functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
+# How many modes see the calls of ops. Without it: one, so that no call of attention takes its short way.
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 # To look inside the tensors that torch.func.vmap passes. If torch lacks either name, no tensor counts as such.

@@ -29,7 +29,8 @@ Terms that all of them share:
   included; -1 means no bound. causal=True sets right to 0.
 - alibi_slopes. float32 (heads,) or (batch, heads); no gradient (Press et al. 2021, arXiv:2108.12409).
 - dropout_p. Probability, drawn from the default generator of the device. Pass 0 in evaluation.
-- deterministic. Gradients are bitwise equal in every run; without it, the order in which blocks add to dq may vary.
+- deterministic. Gradients are bitwise equal in every run of a call on the same kind of GPU; without it, the order in
+  which blocks add to dq may vary.
 - return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32, (batch, heads, seqlen_q)
   or, for variable length, (heads, total_q), and has a gradient. S_dmask is for tests of dropout, and empty without it.
   It has the dtype of q and shape (batch, heads, seqlen_q, seqlen_k), both lengths rounded up to multiples of 128 (with
@@ -209,6 +210,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
+    # Without options, by a shorter way. Types are compared, so that all that needs a check goes the other.
     if (
         (causal is True or causal is False) and alibi_slopes is None and deterministic is False
         and type(dropout_p) is float and dropout_p == 0 and type(softcap) is float and softcap == 0
@@ -684,13 +686,12 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    if (
+    if (  # as in flash_attn_func
         (causal is True or causal is False) and k is v is rotary_cos is rotary_sin is None
         and cache_batch_idx is cache_leftpad is alibi_slopes is None
         and type(softcap) is float and softcap == 0 and type(num_splits) is int and num_splits == 0
         and rotary_interleaved is True and type(window_size) is tuple and window_size == _NO_WINDOW
         and learnable_sink is attn_bias is key_ranges is None and return_softmax_lse is return_max_logit is False
-        and (cache_seqlens is None or type(cache_seqlens) is Tensor)
         and type(attention_chunk) is int and attention_chunk == 0
     ):  # fmt: skip
         plain = flash_attn.plain_decode(q, k_cache, v_cache, softmax_scale, causal, cache_seqlens, block_table)

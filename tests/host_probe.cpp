@@ -204,7 +204,7 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
                           int64_t multiprocessors, bool capped, bool ranged, int64_t head_dim_v, int64_t longest,
-                          int64_t* plan) {
+                          int64_t left, int64_t right, int64_t* plan) {
   static const int any_int[] = {0};
   BwdParams p{};
   p.problem.batch = batch;
@@ -215,8 +215,8 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   p.problem.seqlen_q = seqlen_q;
   p.problem.seqlen_k = seqlen_k;
   p.problem.cu_seqlens_q = p.problem.cu_seqlens_k = packed ? any_int : nullptr;
-  p.problem.window_left = kUnbounded;
-  p.problem.window_right = causal ? 0 : kUnbounded;
+  p.problem.window_left = left < 0 ? kUnbounded : left;
+  p.problem.window_right = causal ? 0 : right < 0 ? kUnbounded : right;
   p.problem.softcap = capped ? 30 : 0;
   p.problem.ranges.data = ranged ? any_int : nullptr;
   p.aligned = true;

@@ -625,13 +625,13 @@ LAST_FIRST, FIRST_FIRST, ROTATED = range(3)
 
 def bwd_plan(
     host, *problem, causal=False, deterministic=False, has_sm90=False, multiprocessors=132, capped=False, ranged=False,
-    head_dim_v=0, longest=0
+    head_dim_v=0, longest=0, window=(-1, -1)
 ):  # fmt: skip
     """problem: batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed.
 
     head_dim_v: 0 is that of the keys. longest: rows and keys of the longest entry; 0 is seqlen_q and seqlen_k.
     """
-    hints = causal, deterministic, has_sm90, multiprocessors, capped, ranged, head_dim_v, longest
+    hints = causal, deterministic, has_sm90, multiprocessors, capped, ranged, head_dim_v, longest, *window
     return BwdPlan(*numbers(host, 13, "find_bwd_plan", *problem, *hints))
 
 
@@ -816,6 +816,25 @@ def test_shares_of_key_blocks(host, heads, heads_k, head_dim, rows, keys, causal
     assert plan.key_sums == divided * 2 * heads_k * keys * head_dim * math.prod(shares)
     alone = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal)
     assert (alone.head_shares, alone.row_shares, alone.key_sums) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(("heads", "keys", "options", "shares"), [
+    (8, 308, dict(longest=4096), 2), (8, 308, dict(longest=128), 1),
+    (8, 1024, dict(), 2), (8, 1024, dict(window=(0, 0)), 1), (8, 1024, dict(window=(4000, 4000)), 2),
+    (10, 1280, dict(), 1), (10, 1280, dict(causal=True), 2), (10, 1280, dict(window=(0, -1)), 2),
+    (10, 1280, dict(ranged=True), 2),
+])  # fmt: skip
+def test_shares_depend_on_how_many_rows_see_a_block_of_keys(host, heads, keys, options, shares):
+    """Those of the longest packed entry; few in a window; with a mask that is open on one side, half on average."""
+    packed = "longest" in options
+    plan = bwd_plan(host, 4 if packed else 1, heads, heads, 128, 4096, keys, packed, has_sm90=True, **options)
+    assert (plan.head_shares, plan.row_shares) == (1, shares)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "channels"), [(192, 128, 192), (64, 128, 128), (40, 40, 64)])
+def test_sums_of_shares_have_the_channels_of_the_instance(host, head_dim, head_dim_v, channels):
+    plan = bwd_plan(host, 1, 4, 4, head_dim, 4096, 77, False, has_sm90=True, head_dim_v=head_dim_v)
+    assert plan.key_sums == 2 * 4 * 77 * channels * plan.row_shares > 0
 
 
 def test_shares_leave_no_head_out_and_need_little_memory(host):

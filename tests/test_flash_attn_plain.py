@@ -200,21 +200,6 @@ def test_an_error_that_is_no_refusal_is_raised_once(dtype, short, device):
     assert len(calls) == 1
 
 
-def test_want_of_memory_is_raised(dtype, short, device, monkeypatch):
-    def fail(*args):
-        raise torch.OutOfMemoryError("no memory")
-
-    short()
-    for name in ("fwd_plain", "fwd_plain_out", "fwd_kvcache_plain_out"):
-        monkeypatch.setattr(getattr(ops, name), "below_autograd", fail)
-    q, k, v = inputs(dtype, device)
-    for call in (flash_attn_func, flash_attn_with_kvcache):
-        with pytest.raises(torch.OutOfMemoryError):
-            call(q, k, v)
-    with pytest.raises(torch.OutOfMemoryError):
-        flash_attn_func(q.requires_grad_(), k, v)
-
-
 def test_opcheck(device):
     q, k, v = inputs(torch.bfloat16, device)
     plain, scores = torch.ops.flash_attn, (0.1, -1, 0)

@@ -314,3 +314,18 @@ def test_a_gradient_that_owes_nothing_to_its_inputs_is_constant(device):
     (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     assert not dx.requires_grad
     torch.testing.assert_close(dx, layer.weight.sum(0).expand(5, 64))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.Tensor.to_sparse, "fwd must have dense tensors, found torch.sparse_coo"),
+        (lambda x: torch.nested.nested_tensor(list(x)), "NestedTensor"),  # torch's message
+    ],
+    ids=["sparse", "nested"],
+)
+def test_ops_refuse_tensors_that_are_not_dense(kind, message, device):
+    x = torch.randn(2, 5, 2, 8, dtype=torch.bfloat16, device=device)
+    with pytest.raises(NotImplementedError, match=message):
+        torch.ops.flash_attn.fwd(x, kind(x), x, 1.0, -1, -1)

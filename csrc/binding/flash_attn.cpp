@@ -548,7 +548,7 @@ FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor&
           .longest_k = tokens ? options.max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
 }
 
-// Returns out. What else is wanted must have its address in the call.
+// Runs a forward and returns out. Other results go where the call already points.
 Tensor run_for_out(FwdCall& call, const Tensor& q, OptionalTensor bias = std::nullopt) {
   const Tensor out = new_out(q, call.q, call.p.problem.head_dim_v, call.tokens, call.packed);
   call.p.out = mutable_ref(out);
@@ -556,9 +556,15 @@ Tensor run_for_out(FwdCall& call, const Tensor& q, OptionalTensor bias = std::nu
   return out;
 }
 
+// A new softmax_lse of the queries, which the call then writes.
+Tensor add_lse(FwdParams& p, const Tensor& q, const View<const void>& queries, bool tokens) {
+  const Tensor softmax_lse = new_lse(q, queries, tokens);
+  p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
+  return softmax_lse;
+}
+
 std::tuple<Tensor, Tensor> run_fwd_call(FwdCall& call, const Tensor& q, OptionalTensor bias = std::nullopt) {
-  const Tensor softmax_lse = new_lse(q, call.q, call.tokens);
-  call.p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
+  const Tensor softmax_lse = add_lse(call.p, q, call.q, call.tokens);
   return {run_for_out(call, q, bias), softmax_lse};
 }
 
@@ -567,6 +573,8 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const O
   FwdCall call = fwd_call(q, k, v, options);
   return run_fwd_call(call, q);
 }
+
+// The plain ops: k and v are tensors, and the schema ends after the window or, of a cache, after block_table.
 
 std::tuple<Tensor, Tensor> fwd_plain(const Tensor& q, const Tensor& k, const Tensor& v, Options& options) {
   return fwd(q, k, v, options);
@@ -831,17 +839,12 @@ Tensor run_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache
   return out;
 }
 
-// A new softmax_lse of the queries, which the call then writes.
-Tensor add_lse(FwdParams& p, const Tensor& q, const View<const void>& queries) {
-  const Tensor softmax_lse = new_lse(q, queries, /*tokens=*/false);
-  p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
-  return softmax_lse;
-}
-
 std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                        CacheOptions& options) {
   Tensor softmax_lse;
-  const auto set_more = [&](FwdParams& p, const View<const void>& queries) { softmax_lse = add_lse(p, q, queries); };
+  const auto set_more = [&](FwdParams& p, const View<const void>& queries) {
+    softmax_lse = add_lse(p, q, queries, /*tokens=*/false);
+  };
   const Tensor out =
       run_kvcache(q, k_cache, v_cache, /*bias=*/std::nullopt, options, /*queries_advance=*/false, set_more);
   return {out, softmax_lse};
@@ -860,7 +863,7 @@ std::tuple<Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q, const T
   const bool paged = options.block_table.has_value();
   Tensor softmax_lse, row_max;
   const auto set_more = [&](FwdParams& p, const View<const void>& queries) {
-    softmax_lse = add_lse(p, q, queries);
+    softmax_lse = add_lse(p, q, queries, /*tokens=*/false);
     set_features(p.problem, sink, bias, features, paged, q);
     row_max = new_row_max(q, queries, /*tokens=*/false, features.row_max);
     if (features.row_max) p.row_max = static_cast<float*>(row_max.mutable_data_ptr());

@@ -29,7 +29,7 @@ struct BwdScratch {
   int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many key blocks have added
                               // to dQ of these rows; unused unless thread blocks wait
   int* next_block = nullptr;  // (1), how many shares of key blocks have been taken
-  float* key_sums = nullptr;  // unless a key block has one share: what each share has summed of dK and dV (KeySums)
+  float* key_sums = nullptr;  // where key blocks are shared: each share's sums of dK and dV (KeySums)
   // With key ranges, found by bwd_ranges.cu. If all heads have the same ranges, these are stored for one head.
   Interval* seen = nullptr;    // (heads of all entries, rows_per_head), the keys that a row sees
   KeyUse* key_uses = nullptr;  // (key heads of all entries, blocks of keys)

@@ -87,10 +87,10 @@ inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && 
 // The head dim of the keys in the instance for sm_90.
 inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
 
-// Whether the instance for sm_90 is that of Features::kPlain, alignment aside.
-inline bool is_plain(const Problem& p) {
-  return features_of<BwdSm90Plan>(p, has_plain_products(p)) == Features::kPlain;
-}
+// The features of the instance for sm_90, alignment aside.
+inline Features features_on_sm90(const Problem& p) { return features_of<BwdSm90Plan>(p, has_plain_products(p)); }
+
+inline bool is_plain(const Problem& p) { return features_on_sm90(p) == Features::kPlain; }
 
 // The bytes of q, dout and dq_accum (16, 16 and 32 bits) in so many rows of the query heads that share a key head.
 inline int64_t bytes_of_rows(const Problem& p, int64_t rows) {
@@ -147,19 +147,20 @@ inline int64_t key_sums_size(const Problem& p, int shares) {
 }
 
 // Divides key blocks among thread blocks where there are too few to occupy the GPU: cross-attention to few keys, one
-// key head for many query heads, or one long sequence. The time of a call is estimated in steps, tiles of rows: each
-// thread block does its share of them and needs a few more to start and to end; another kernel adds up the shares,
-// which takes longer the more there are. Under a mask that is open on one side, key blocks have half of the steps on
-// average; thread blocks that are done take the next ones, so that either the longest one counts or the mean. More
-// shares must gain 5 %, and their sums may take as much memory as dq_accum, or 64 MB.
+// key head for many query heads, or one sequence with few heads. The time of a call is estimated in steps, tiles of
+// rows: each thread block does its share of them and needs a few more to start and to end; another kernel adds up the
+// shares, which takes longer the more there are. Under a mask that is open on one side, and with key ranges, which may
+// be one, key blocks have half of the steps on average; thread blocks that are done take the next ones, so that the
+// time is that of the longest one or the mean, whichever is more. More shares must gain 5 %, and their sums may take as
+// much memory as dq_accum, or 64 MB. The numbers fit times on an H100.
 inline void share_key_blocks(BwdSm90Plan& plan, const Problem& p, const BwdHints& hints) {
   constexpr int kMostShares = 16, kStepsOfBlock = 3, kStepsOfSum = 5;
   const int head_dim = instance_on_sm90(p), keys = head_dim > 256 ? 64 : 128, group = p.heads / p.heads_k;
-  const int tile_rows = bwd_sm90_tile(head_dim, features_of<BwdSm90Plan>(p, has_plain_products(p))).rows;
+  const int tile_rows = bwd_sm90_tile(head_dim, features_on_sm90(p)).rows;
   const int64_t places = hints.multiprocessors / (head_dim > 128 ? 2 : 1);  // of thread blocks, or of clusters of two
   const int64_t per_head = p.cu_seqlens_k ? p.seqlen_k / keys + p.batch : ceil_div(int64_t{p.seqlen_k}, int64_t{keys});
   const int64_t blocks = per_head * p.heads_k * (p.cu_seqlens_k ? 1 : p.batch);
-  if (blocks > 4 * places) return;
+  if (blocks > 4 * places) return;  // the last round is short beside the others
   const bool left = p.window_left != kUnbounded, right = p.window_right != kUnbounded;
   const bool uneven = left != right || p.ranges.data != nullptr;
   const int64_t band = int64_t{p.window_left} + p.window_right + keys;  // rows that see some of the keys

@@ -27,11 +27,6 @@ __host__ __device__ inline int blocks_per_head(const Problem& p, int block_keys)
   return p.cu_seqlens_k ? p.seqlen_k / block_keys + p.batch : blocks_for(p.seqlen_k, block_keys);
 }
 
-// Key heads of all dense entries; packed entries count as one.
-__host__ __device__ inline int64_t num_key_heads(const Problem& p) {
-  return int64_t{p.heads_k} * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
-}
-
 // The key block with a given index. Sections of plan.section_heads key heads follow one another; in a section come
 // first the first key blocks of all its heads, then the second ones, and so on. With kTakesEntries, packed entries are
 // taken plan.section_entries at a time: their first key blocks, in all heads of the section, then their second ones,

@@ -38,9 +38,9 @@ __device__ inline float* softmax_d_of(const BwdParams& p, const Span& q, int ent
 // ---------------------------------------------------------------------------------------------------------------------
 // BwdScratch::key_sums
 
-// How many keys there are in all heads of all entries.
-__host__ __device__ inline int64_t num_keys(const Problem& p) {
-  return int64_t{p.heads_k} * p.seqlen_k * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
+// Key heads of all dense entries; packed entries count as one.
+__host__ __device__ inline int64_t num_key_heads(const Problem& p) {
+  return int64_t{p.heads_k} * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
 }
 
 // fp32 sums of dK and dV: (dK or dV, shares of a key block, keys of all heads and entries, kHeadDim channels).
@@ -49,7 +49,7 @@ struct KeySums {
   static __device__ float* address(const BwdCommonPlan& plan, const Problem& p, bool of_values, int share,
                                    const Span& k, int head, int key) {
     const int64_t index = (k.batch * p.heads_k + head) * p.seqlen_k + k.first + key;
-    const int64_t all = num_keys(p), outer = (of_values ? plan.shares : 0) + share;
+    const int64_t all = num_key_heads(p) * p.seqlen_k, outer = (of_values ? plan.shares : 0) + share;
     return plan.scratch.key_sums + (outer * all + index) * kHeadDim;
   }
 };

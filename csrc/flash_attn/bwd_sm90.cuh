@@ -58,8 +58,8 @@
 
 namespace flash::flash_attn {
 
-// Warp 2 of the third warpgroup: takes key blocks, tells the other warps which, and starts the copies of what they
-// read. Lane 0 runs it alone; where there may be key ranges, all lanes do (walks_rows).
+// Warp 2 of the third warpgroup: takes key blocks or shares of them, tells the other warps which, and starts the copies
+// of what they read. Lane 0 runs it alone; where there may be key ranges, all lanes do (walks_rows).
 template <typename Config>
 struct Loader {
   const BwdSm90Launch& p;
@@ -68,7 +68,7 @@ struct Loader {
   RingCursor<Config::kStages> at;
   uint32_t keys_parity = 1;  // the parity of keys_free to wait for; 1 first, which passes at once: K and V are free
 
-  // Tells the other warps the index of the next key block; -1 is the end.
+  // Tells the other warps the index of the next share; -1 is the end.
   __device__ void tell(int index) {
     if (starts_copies<Config>()) {
       shared.index_ring.wait_empty(index_at);
@@ -85,7 +85,7 @@ struct Loader {
   }
 
   __device__ void run() {
-    for (int index = take(); index < p.key_blocks; index = take()) {
+    for (int index = take(); index < p.num_shares; index = take()) {
       const KeyBlock<Config> block(p, index);
       if (!block.exists()) continue;
       tell(index);
@@ -159,7 +159,8 @@ void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
   if constexpr (kFeatures != Features::kPlain) {
     run(Constant<RowOrder::kLastFirst>{});
-  } else if (p.plan.shares > 1) {  // an instance of its own: in the others the code alone would cost 2 % of the time
+  } else if (p.plan.shares >
+             1) {  // an instance of its own: in the other plain ones the code alone costs 2 % of the time
     run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, RowOrder::kLastFirst, /*kShares=*/true>>(p, stream);
   } else if constexpr (kHeadDim > 64) {
     dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst>(p.plan.row_order, run);

@@ -26,7 +26,7 @@ struct BwdSm90Launch : BwdSm90Params {
   CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one page of a tile (tile/shared.cuh)
   CUtensorMap dq_accum_map, dq_map;           // only bwd_sm90.cuh: boxes of a half of dQ
   CUtensorMap bias_map;                       // only instances of kBiased
-  int key_blocks;                             // with all of their shares
+  int num_shares;                             // of all key blocks
 };
 
 // A ring of tiles of rows of kHeadDim channels, with a value for each row: Q with log2(e) lse, or dO with softmax_d.
@@ -99,8 +99,8 @@ struct KeyBlock {
       row_blocks;  // from the first to the last that see some of cluster_keys; with key ranges, some between may not
   int first_head, num_heads;
 
-  // index: of the share, all key blocks counted. part: which kBlockN of the cluster's keys are those of the thread
-  // block.
+  // index: counts the shares of all key blocks, those of one key block in a row. part: which kBlockN of the cluster's
+  // keys are those of the thread block.
   __device__ KeyBlock(const BwdSm90Params& p, int index, int part = 0)
       : share(Config::kShares ? index % p.plan.shares : 0),
         work(key_work<kClusterKeys, Config::kTakesEntries>(p.problem, p.plan,

@@ -214,6 +214,7 @@ struct BwdConsumer {
     store_rows<T>(sum, rows, key0, cols - channel);
   }
 
+  // Stores a sum, in fp32 and not scaled, to the share's place in key_sums.
   template <typename Sum>
   __device__ void store_share(const Sum& sum, bool of_values, int channel) const {
     const int first = block.keys.first + key0 + sum.row(0);

@@ -37,7 +37,7 @@ BwdSm90Launch launch_params(const BwdSm90Params& p) {
   launch.dout_map = map_rows(p.dout, kHeadDimV, problem.head_dim_v);
   launch.k_map = map_keys(p.k, kHeadDim, problem.head_dim);
   launch.v_map = map_keys(p.v, kHeadDimV, problem.head_dim_v);
-  launch.key_blocks = key_blocks<Config::kClusterKeys>(problem) * p.plan.shares;
+  launch.num_shares = key_blocks<Config::kClusterKeys>(problem) * p.plan.shares;  // few: see share_key_blocks
   return launch;
 }
 
@@ -45,7 +45,7 @@ BwdSm90Launch launch_params(const BwdSm90Params& p) {
 template <auto kKernel, typename Config, typename Shared>
 void launch_bwd_sm90(const BwdSm90Launch& params, cudaStream_t stream, int most = std::numeric_limits<int>::max()) {
   static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
-  const LaunchShape shape{.grid = dim3(Config::kCluster * std::min(params.key_blocks, most)),
+  const LaunchShape shape{.grid = dim3(Config::kCluster * std::min(params.num_shares, most)),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared),
                           .cluster = Config::kCluster};

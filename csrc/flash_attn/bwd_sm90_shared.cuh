@@ -87,7 +87,7 @@ struct BwdSm90Shared {
   ptx::SharedBarrier accum_here[Config::kConsumers];
   ptx::SharedBarrier keys_here, keys_free;
   Ring<2> ds_ring, turn_ring, index_ring;  // turn_ring carries no data: it only says that a turn has come
-  int index[2];                            // data of index_ring: indices of key blocks, or -1 after the last
+  int index[2];                            // data of index_ring: indices of shares of key blocks, or -1 after the last
 
   __device__ void init() {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
@@ -104,7 +104,7 @@ struct BwdSm90Shared {
   }
 };
 
-// Calls fn(block) for each of the key blocks that the loader has taken.
+// Calls fn(block) for each of the key blocks, or shares of them, that the loader has taken.
 template <typename Config, typename Fn>
 __device__ void for_each_key_block(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, Fn&& fn) {
   RingCursor<2> at;

@@ -223,7 +223,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       if constexpr (Config::kStaggered) start_last_dq(dq);
       if constexpr (Config::kStaggered) wait_gemms<0>(dq);
       if (this->leads()) shared.keys_free.arrive();
-      // With key ranges, all of a share's rows may lie between those that see the keys: then there was no step.
+      // With key ranges, a share may have only rows, or only heads, that see none of the keys, though others before and
+      // after them do: then there was no step.
       constexpr bool kMayVisitNone = Config::kShares && Config::kTakesRanges;
       if constexpr (Config::kStaggered) {
         if (!kMayVisitNone || last_dq_rows != kNone) end_last_dq(dq);

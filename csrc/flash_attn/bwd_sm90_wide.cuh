@@ -45,9 +45,9 @@
 
 namespace flash::flash_attn {
 
-// The index of the cluster's key block. Where clusters wait for those with earlier keys, they take it from a counter:
-// CUDA does not promise to start clusters in the order of blockIdx, and a cluster that waited for one that has not
-// started could keep it from ever starting. All threads of the cluster call it.
+// The index of the cluster's share of a key block. Where clusters wait for those with earlier keys, they take it from a
+// counter: CUDA does not promise to start clusters in the order of blockIdx, and a cluster that waited for one that has
+// not started could keep it from ever starting. All threads of the cluster call it.
 template <typename Config>
 __device__ int find_index(const BwdSm90Params& p, BwdWideShared<Config>& shared, int rank) {
   if (!p.plan.waits) return blockIdx.x / Config::kCluster;

@@ -77,7 +77,7 @@ struct BwdWideShared {
   [[no_unique_address]] Where<BwdOtherParts<Config>, 2, !kDividesKeys> other_parts;
   ptx::SharedBarrier keys_here, other_keys_here;
   ptx::SharedBarrier other_ds_here, sent_ds_taken;
-  int taken;                                         // in thread block 0 of the cluster: the index of its key block
+  int taken;                                         // in thread block 0 of the cluster: the index of its share
   alignas(16) char block[sizeof(KeyBlock<Config>)];  // the KeyBlock, for which there are no registers
 };
 

@@ -62,9 +62,9 @@ struct Sources {
         x1(Config::kAll ? row_of(p.x1, p.x1.dtype, row) : nullptr),
         residual(row_of(p.residual, Config::h(p.residual.dtype), row)) {}
 
-  // Loads the vectors at column `col`. Of ragged ones that begin before the row, this is only the part at its start.
-  // The other part is loaded by load_ends, and they are put together by add_ends: a warp that did so at once would wait
-  // for one matrix before it asks for the next.
+  // Loads the vectors at column `col`. Of aligned ragged ones that begin before the row, this is only the part at its
+  // start. The other part is loaded by load_ends, and they are put together by add_ends: a warp that did so at once
+  // would wait for one matrix before it asks for the next.
   __device__ void load(Branches<Config>& vec, const FwdParams& p, int col) const {
     visit(p, [&](auto branch, const char* row, DType dtype) {
       if constexpr (Config::kRagged) {

@@ -51,7 +51,7 @@ __device__ AnyVec<kSize> load_any(const void* data, int64_t index, DType dtype) 
 }
 
 // Rounds each value to the nearest one that T can hold, ties to even. Pairs are converted together: a conversion of one
-// value to a 16-bit type has an eighth of the throughput.
+// value to a 16-bit type has an eighth of a pair's throughput.
 template <typename T, int kSize>
 __device__ void round_to(float (&values)[kSize]) {
 #pragma unroll

@@ -3,7 +3,8 @@
 `forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Optional arguments are
 keywords: the fields of `Options` or `CacheOptions`. `_checked` puts the given ones at their places among the arguments
 of the op, and spends almost no time on the others. The other arguments are positional only: else Python would compare
-each keyword with the name of each of them.
+each keyword with the name of each of them. `plain_forward` and `plain_decode` are a shorter way for calls without
+options: they leave most checks to the kernel, and call ops with fewer arguments.
 
 Dense and variable-length batches use the same op; `cu_seqlens_q` is given for variable lengths. Queries, keys and
 values may be separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with
@@ -197,7 +198,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
     """
     if torch.compiler.is_compiling() or exact_gradients:
         return None
-    scale = _plain_scale("fwd", q, k, v, softmax_scale)
+    scale = _scale_if_plain("fwd", q, k, v, softmax_scale)
     if scale is None:
         return None
     right = 0 if is_causal else -1
@@ -216,12 +217,12 @@ def plain_decode(
     """Returns out of `decode` without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
-    scale = _plain_scale("fwd_kvcache", q, k_cache, v_cache, softmax_scale)
+    scale = _scale_if_plain("fwd_kvcache", q, k_cache, v_cache, softmax_scale)
     if (
         scale is None
         or not (cache_seqlens is None or _is_plain_index(cache_seqlens, 1))
         or not (block_table is None or _is_plain_index(block_table, 2))
-        or not (k_cache.is_contiguous() and v_cache.is_contiguous())
+        or not (k_cache.is_contiguous() and v_cache.is_contiguous())  # _check_cache refuses some other layouts
         or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
     ):
         return None
@@ -237,23 +238,25 @@ class _Refused(Exception):
 
 
 def _refusable(op, *args):
-    """Calls `op`. Its errors become _Refused, but for those that its arguments are not to blame for."""
+    """Calls `op`, whose kernel says by a RuntimeError that it refuses the arguments.
+
+    Or that it has no memory: then the long way tries again, and raises that.
+    """
     try:
         return op.below_autograd(*args)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
     except RuntimeError as error:
         raise _Refused from error
 
 
-def _plain_scale(op, q, k, v, scale):
+def _scale_if_plain(op, q, k, v, scale):
     """Returns the scale of the scores for the plain form of `op`; None if it does not suit these arguments."""
     if not (type(q) is type(k) is type(v) is Tensor) or q.dtype not in KERNEL_DTYPES:
         return None
-    # Modes that look at each op know those with all arguments. With a tensor of shapes alone, the dispatcher would call
-    # no kernel, and nothing would check the others.
+    # Modes that look at each op know those with all arguments. With a meta tensor among the arguments, the dispatcher
+    # would call no kernel, and nothing would check the others.
     if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or _torch_private.in_dispatch_mode():
         return None
+    # Nested tensors have no sizes to look at.
     if q.dim() != 4 or v.dim() != 4 or q.is_nested or v.is_nested:
         return None
     shape = q.shape
@@ -1026,7 +1029,7 @@ fwd_kvcache = _library.define(
     writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
 )
 
-# That of bwd has new gradients as results.
+# The plain form of bwd, which returns new gradients.
 bwd_plain = _library.define(
     "bwd_plain(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
     f"{schema.arguments(Options, end=_NUM_SCORES)}) -> (Tensor dq, Tensor dk, Tensor dv)",
@@ -1034,7 +1037,7 @@ bwd_plain = _library.define(
     fake=lambda dout, q, k, v, *args: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
 )
 
-# That of fwd_kvcache writes to no argument.
+# The plain form of fwd_kvcache, which appends nothing and so writes to no argument.
 _PLAIN_OF_CACHE = schema.arguments(CacheOptions, end=CacheOptions._fields.index("block_table") + 1)
 fwd_kvcache_plain_out = _library.define(
     f"fwd_kvcache_plain_out(Tensor q, Tensor k_cache, Tensor v_cache, {_PLAIN_OF_CACHE}) -> Tensor out",

@@ -17,7 +17,7 @@ _TYPES = {
 def arguments(options: Any, start: int = 0, end: int | None = None) -> str:
     """Returns the fields of a NamedTuple class as part of a schema: "float softmax_scale, float softcap=0.0".
 
-    start, end: leaves out the fields before and from these.
+    start, end: only the fields from `start` to `end` - 1; by default all.
     """
     defaults = options._field_defaults
     return ", ".join(

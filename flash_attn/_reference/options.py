@@ -20,7 +20,7 @@ class Options(NamedTuple):
     window_right: int  # how many keys after its own key; 0 with a causal mask
     cu_seqlens_q: torch.Tensor | None = None  # int32 (batch + 1,), where the entries of packed tokens start
     cu_seqlens_k: torch.Tensor | None = None
-    max_seqlen_q: int | None = None  # upper bounds of the lengths; only the shape of S_dmask depends on them
+    max_seqlen_q: int | None = None  # upper bounds of the lengths, of S_dmask's shape, and by which kernels divide work
     max_seqlen_k: int | None = None
     deterministic: bool = False
     exact_gradients: bool = False  # whether the backward uses out as it was before kernels rounded it
