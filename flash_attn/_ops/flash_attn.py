@@ -212,7 +212,7 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
 
 def plain_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, is_causal: bool,
-    cache_seqlens: Tensor | None, block_table: Tensor | None, /,
+    cache_seqlens: int | Tensor | None, block_table: Tensor | None, /,
 ) -> Tensor | None:  # fmt: skip
     """Returns out of `decode` without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
