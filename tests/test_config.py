@@ -809,7 +809,7 @@ def test_parts_of_the_scratch_lie_apart(host):
     (8, 8, 128, 512, 512, True, (1, 1)), (12, 12, 64, 1024, 1024, True, (1, 1)),  # little work
 ])  # fmt: skip
 def test_shares_of_key_blocks(host, heads, heads_k, head_dim, rows, keys, causal, shares):
-    """Where there are few key blocks, by how many of the query heads and of the rows each is divided."""
+    """Into how many shares a key block is divided: by its query heads, and by its rows."""
     plan = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal, has_sm90=True)
     assert (plan.head_shares, plan.row_shares) == shares
     divided = math.prod(shares) > 1
@@ -825,7 +825,7 @@ def test_shares_of_key_blocks(host, heads, heads_k, head_dim, rows, keys, causal
     (10, 1280, dict(ranged=True), 2),
 ])  # fmt: skip
 def test_shares_depend_on_how_many_rows_see_a_block_of_keys(host, heads, keys, options, shares):
-    """Those of the longest packed entry; few in a window; with a mask that is open on one side, half on average."""
+    """The rows of the longest packed entry, at most those of a window, and half of them under a causal mask."""
     packed = "longest" in options
     plan = bwd_plan(host, 4 if packed else 1, heads, heads, 128, 4096, keys, packed, has_sm90=True, **options)
     assert (plan.head_shares, plan.row_shares) == (1, shares)

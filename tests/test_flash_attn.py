@@ -209,8 +209,8 @@ def test_dq_adds_up_over_blocks_of_keys(case, deterministic, varlen, device):
     case.but(deterministic=deterministic, varlen=varlen).check(device)
 
 
-# Where there are fewer blocks of keys than multiprocessors, several thread blocks share one: its query heads, its rows,
-# or both. With 64 rows, some shares have none.
+# So few blocks of keys that several thread blocks share each: they divide its query heads, its rows, or both. Shares of
+# short packed entries may have no rows at all.
 FEW_BLOCKS_OF_KEYS = [
     Problem(
         batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=heads[0], heads_k=heads[1], head_dim=head_dim, **options

@@ -92,7 +92,7 @@ def test_options_reach_a_boxed_kernel(y, options, expected, probe):
 
 @in_a_source_tree
 def test_a_schema_that_may_end_early(probe):
-    """What it lacks is None, 0 or false, whatever the default of the whole schema."""
+    """The kernel gets None, 0 or false for arguments that the schema lacks, even where Options has another default."""
     _, found = probe.describe_few(torch.ones(3), None, 0.5, -3)
     assert found.tolist() == [0.5, -3, -1, -1, 0, 0]
 

@@ -146,8 +146,9 @@ template <typename Config>
 void launch_bwd_finish(const BwdCommonParams& p, cudaStream_t stream) {
   const Problem& problem = p.problem;
   int64_t blocks = num_dq_blocks<Config>(p);
-  if (may_skip_keys(problem) || p.plan.shares > 1)
+  if (may_skip_keys(problem) || p.plan.shares > 1) {
     blocks += num_blocks<Config>(num_entries(problem) * problem.heads_k, problem.seqlen_k);
+  }
   launch<bwd_finish_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
 }
 

@@ -47,9 +47,10 @@ struct BwdCommonPlan {
   BwdScratch scratch;
   int section_heads = 1;    // key heads of a section: see key_work in bwd_schedule.cuh
   int section_entries = 1;  // packed entries whose key blocks are taken together, with kTakesEntries
-  // Where there are too few key blocks to occupy the GPU, several thread blocks share one: each takes some of the query
-  // heads that share the key head, and some of the rows. bwd_finish.cu adds up their dK and dV.
-  int head_shares = 1, row_shares = 1, shares = 1;  // shares: their product
+  // How many thread blocks work on one key block: more than one if there are too few key blocks to occupy the GPU. The
+  // query heads of its key head are divided into head_shares, its rows into row_shares; each thread block takes one
+  // combination, and bwd_finish.cu adds up their dK and dV.
+  int head_shares = 1, row_shares = 1, shares = 1;  // shares = head_shares * row_shares
   bool waits = false;      // thread blocks wait for one another before they touch the same rows of dQ: if the call is
                            // deterministic, or if rounds_dq
   bool rounds_dq = false;  // the main kernel rounds dQ, and dq_accum need not start as zeros; otherwise bwd_finish.cu

@@ -25,9 +25,9 @@ constexpr BwdTile bwd_tile(int head_dim, bool compact) {
   return compact ? BwdTile{32, 16, 16, 1, 2} : BwdTile{32, 32, 16, 1};
 }
 
-// A tile of bwd_sm90.cuh; those of bwd_sm90_wide.cuh have 64 rows, too. Each of its two consumer warpgroups has 64 of
-// the keys. If staggered, one works half a step behind the other: faster with 128 rows, where exponentials take long,
-// and slower with 64.
+// A tile of bwd_sm90.cuh. Each of its two consumer warpgroups has 64 of the keys. If staggered, one works half a step
+// behind the other: faster with 128 rows, where exponentials take long, and slower with 64. Tiles of bwd_sm90_wide.cuh
+// have 64 rows, too.
 struct BwdSm90Tile {
   int rows;
   int keys;
