@@ -163,7 +163,7 @@ def test_it_is_what_rounding_takes_off(head_dims, seqlen_q, seqlen_k, heads_k, d
     (head_dim, head_dim_v), options = head_dims, dict(dtype=DTYPES[dtype], device=device)
     q, k = torch.zeros(1, seqlen_q, 4, head_dim, **options), torch.zeros(1, seqlen_k, heads_k, head_dim, **options)
     v = torch.randint(-100, 101, (1, seqlen_k, heads_k, head_dim_v), device=device).to(DTYPES[dtype])
-    out, _, _, out_lo = torch.ops.flash_attn.fwd_with_residue(q, k, v, None, None, 1.0, -1, -1)
+    out, _, _, _, out_lo = torch.ops.flash_attn.fwd_with_residue(q, k, v, None, None, 1.0, -1, -1)
     average = v.float().mean(1, keepdim=True).repeat_interleave(4 // heads_k, dim=2).expand(1, seqlen_q, 4, head_dim_v)
     assert torch.equal(out, average.to(out.dtype))
     assert torch.equal(out_lo, (average - out.float()).to(out.dtype)) and out_lo.any()
@@ -182,7 +182,7 @@ def test_it_is_laid_out_like_out(packing, portable, device, monkeypatch):
     results = torch.ops.flash_attn.fwd_with_residue(
         *inputs.get(packing, (tokens, None, None)), None, None, 1.0, -1, -1, lengths, lengths, 64, 64
     )
-    out, _, _, out_lo = results
+    out, _, _, _, out_lo = results
     averages = [v[a:b].float().mean(0).expand(b - a, -1, -1) for a, b in itertools.pairwise(lengths)]
     expected = torch.cat([*averages, torch.zeros(50, 4, 64, device=device)])
     assert out_lo.stride() == out.stride()
@@ -341,11 +341,11 @@ def test_opcheck(name, device):
 def test_opcheck_of_backward(device):
     *inputs, dout = Case(seqlen_q=33, heads_k=2).tensors(device)
     options = Options(0.125, -1, 0)
-    out, lse, _, out_lo = torch.ops.flash_attn.fwd_with_residue(*inputs, None, None, *options)
+    out, lse, _, _, out_lo = torch.ops.flash_attn.fwd_with_residue(*inputs, None, None, *options)
     grads = [torch.zeros_like(x) for x in inputs]
     arguments = dout, *inputs, out, lse, None, out_lo
     torch.library.opcheck(torch.ops.flash_attn.bwd.default, (*arguments, *grads, *options))
-    torch.library.opcheck(torch.ops.flash_attn.bwd_features.default, (*arguments, False, None, None, *options))
+    torch.library.opcheck(torch.ops.flash_attn.bwd_features.default, (*arguments, None, False, None, None, *options))
 
 
 @pytest.mark.parametrize("change", [lambda x: x[:, :-1], lambda x: x[..., :-1], lambda x: x.float()])
@@ -353,7 +353,7 @@ def test_bad_residues(change, kernels, device):
     """Of an op that only autograd calls."""
     *inputs, dout = Case(seqlen_q=33).tensors(device)
     options = Options(0.125, -1, 0)
-    out, lse, _, out_lo = torch.ops.flash_attn.fwd_with_residue(*inputs, None, None, *options)
+    out, lse, _, _, out_lo = torch.ops.flash_attn.fwd_with_residue(*inputs, None, None, *options)
     grads = [torch.zeros_like(x) for x in inputs]
     with pytest.raises(RuntimeError, match="out_lo must have"):
         torch.ops.flash_attn.bwd(dout, *inputs, out, lse, None, change(out_lo), *grads, *options)

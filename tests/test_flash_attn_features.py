@@ -169,6 +169,67 @@ def test_ranges_that_share_no_key(device):
     assert [x.tolist() for x in with_features.disjoint(whole)] == [[-(2**31), 2**31 - 1], [2, 2]]
 
 
+SINKS = {"-inf": -math.inf, "+inf": math.inf, "finite": 0.5, "each": None}
+EXTRAS = {  # beside two ranges of each row
+    "nothing": {},
+    "bias": dict(bias="all", bias_dtype="fp32"),
+    "bias in tiles": dict(bias="all"),
+    "softcap": dict(softcap=2.0),
+    "chunks": dict(chunk=40),
+    "entries": dict(entries_causal=True, seqused_k=True),
+    "packed": dict(varlen=True),
+    "odd": dict(bias="all", head_dim=111, seqlen_q=65, seqlen_k=187, heads_k=2, deterministic=True),
+}
+
+
+@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_sinks_of_two_ranges(extra, sink, device, monkeypatch):
+    """Every kind of sink, in rows that see both ranges, one, or none; ranges that touch and that overlap."""
+    options = dict(seqlen_q=40, seqlen_k=90, heads_k=4, dtype="bf16", ranges="4", sink="fp32", dlse=True)
+    case = Featured(**options | EXTRAS[extra])
+    rows, keys, (tensors, differentiable, others, dout, lengths) = case.problem(torch.device(device))
+    ranges = others["key_ranges"]
+    ranges[..., 3::9, :] = 0  # nothing
+    ranges[..., 4::9, :] = torch.tensor([3, 20, 20, 31], dtype=torch.int32)  # ranges that touch
+    ranges[..., 5::9, :] = torch.tensor([3, 25, 9, 31], dtype=torch.int32)  # ranges that overlap
+    given = SINKS[sink]
+    values = [-math.inf, math.inf, 0.5, -3.0] if given is None else [given] * 4
+    differentiable["learnable_sink"] = torch.tensor(values, device=device)
+    results = []
+    for divided in (True, False):
+        monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x, divided=divided: divided)
+        leaves = [x.detach().requires_grad_() for x in (*tensors, *differentiable.values())]
+        out, lse = case.attend(*leaves, lengths=lengths, **others)
+        dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(lse).masked_fill(lse.isinf(), 0)
+        results.append((out, lse, *torch.autograd.grad([out, lse], leaves, [dout, dlse])))
+    (out, lse, *grads), (exact_out, exact_lse, *exact_grads) = results
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-4, atol=1e-4)
+    for found, expected in zip((out, *grads), (exact_out, *exact_grads), strict=True):
+        assert found.isfinite().all() == expected.isfinite().all()
+        torch.testing.assert_close(found, expected, rtol=2**-5, atol=2**-5 * expected.abs().max().clamp(min=1).item())
+    closed = torch.tensor(values, device=device) == math.inf
+    assert (lse.movedim(-2, 0)[closed] == math.inf).all()
+
+
+@pytest.mark.parametrize("level", [-1e4, -1e9, "lowest"])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+def test_buried_rows_of_two_ranges(bias_dtype, level, device, monkeypatch):
+    """A range counts by its number of keys, however large a bias they all share."""
+    monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x: True)
+    q, k, v, dout = Case(batch=1, seqlen_q=20, seqlen_k=70, dtype="bf16", scale_q=1e-3).tensors(device)
+    ranges = torch.tensor([0, 7, 9, 70], dtype=torch.int32, device=device).expand(1, 1, 20, 4)
+    number = torch.finfo(bias_dtype).min if level == "lowest" else level
+    results = []
+    for bias in (None, torch.full((1, 1, 20, 70), number, device=device, dtype=bias_dtype)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = flash_attn_func(*leaves, attn_bias=bias, key_ranges=ranges, return_lse=True)
+        results.append((out, *torch.autograd.grad(out, leaves[2], dout)))
+    torch.testing.assert_close(*results, rtol=2**-6, atol=2**-6)
+    expected = bias.float().flatten()[0] + math.log(68)
+    torch.testing.assert_close(lse, expected.expand_as(lse), rtol=1e-6, atol=1e-2)
+
+
 NOT_A_NUMBER = {  # what is done to q, k, v and the sink
     "q": lambda q, k, v, sink: q[0, 40].fill_(math.nan),
     "k of the first range": lambda q, k, v, sink: k[0, 2].fill_(math.nan),
@@ -667,16 +728,16 @@ def test_opcheck_fwd_features(overload, without, dtype, requires_grad, device):
 def test_opcheck_bwd_features(overload, without, wants_dbias, device):
     tensors, others = op_arguments(device, without)
     fwd, bwd = (getattr(torch.ops.flash_attn, f"{name}_features{overload}") for name in ("fwd", "bwd"))
-    out, lse, _ = fwd(*tensors, *others)
-    results = out, lse, torch.randn_like(lse), None
+    out, lse, _, lse_lo = fwd(*tensors, *others)
+    results = out, lse, torch.randn_like(lse), None, lse_lo
     arguments = torch.randn_like(out), *tensors[:3], *results, wants_dbias, *tensors[3:], *others
     torch.library.opcheck(bwd.default, arguments)
 
 
 def test_opcheck_weights(device):
     tensors, others = op_arguments(device)
-    _, lse, _ = torch.ops.flash_attn.fwd_features_reference(*tensors, *others)
-    torch.library.opcheck(torch.ops.flash_attn.weights.default, (*tensors[:2], lse, *tensors[3:], *others))
+    _, lse, _, lse_lo = torch.ops.flash_attn.fwd_features_reference(*tensors, *others)
+    torch.library.opcheck(torch.ops.flash_attn.weights.default, (*tensors[:2], lse, lse_lo, *tensors[3:], *others))
 
 
 def test_opcheck_fwd_kvcache_features(device):

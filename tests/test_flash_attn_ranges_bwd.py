@@ -46,7 +46,9 @@ MASKS = {  # (1 or 2, 1 or 4, SEQLEN, 2)
 def backward(inputs, out, lse, dout, dlse, deterministic, window_right=-1, **features):
     options = Options(inputs[0].shape[-1] ** -0.5, -1, window_right, deterministic=deterministic)
     given = Features(**features)
-    return with_features.bwd_features(dout, *inputs, out, lse, dlse, None, False, *given[:2], *options, *given[2:])
+    return with_features.bwd_features(
+        dout, *inputs, out, lse, dlse, None, None, False, *given[:2], *options, *given[2:]
+    )
 
 
 FACTORS = dict(

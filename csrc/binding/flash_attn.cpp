@@ -247,9 +247,13 @@ Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
 
-// A new tensor for the largest score of each row, in the shape of softmax_lse; empty if it is not wanted.
-Tensor new_row_max(const Tensor& q, const View<const void>& view, bool tokens, bool wanted) {
-  return wanted ? new_lse(q, view, tokens) : new_tensor({0}, aoti_torch_dtype_float32(), q);
+// A new tensor for a value of each row, in the shape of softmax_lse, to which `data` then points; empty if it is not
+// wanted.
+Tensor new_row_values(float*& data, const Tensor& q, const View<const void>& view, bool tokens, bool wanted) {
+  if (!wanted) return new_tensor({0}, aoti_torch_dtype_float32(), q);
+  const Tensor values = new_lse(q, view, tokens);
+  data = static_cast<float*>(values.mutable_data_ptr());
+  return values;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -586,27 +590,30 @@ Tensor fwd_plain_out(const Tensor& q, const Tensor& k, const Tensor& v, Options&
   return run_for_out(call, q);
 }
 
-std::tuple<Tensor, Tensor, Tensor> run_with_features(FwdCall& call, const Tensor& q, OptionalTensor& sink,
-                                                     OptionalTensor& bias, const Options& options, Features& features) {
+// out, softmax_lse, row_max and lse_lo
+using FeatureResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+FeatureResults run_with_features(FwdCall& call, const Tensor& q, OptionalTensor& sink, OptionalTensor& bias,
+                                 const Options& options, Features& features) {
   set_features(call.p.problem, sink, bias, features, options.block_table.has_value(), q);
-  const Tensor row_max = new_row_max(q, call.q, call.tokens, features.row_max);
-  if (features.row_max) call.p.row_max = static_cast<float*>(row_max.mutable_data_ptr());
+  const Tensor row_max = new_row_values(call.p.row_max, q, call.q, call.tokens, features.row_max);
+  const Tensor lse_lo = new_row_values(call.p.lse_lo, q, call.q, call.tokens, bias.has_value());
   const auto [out, softmax_lse] = run_fwd_call(call, q, bias);
-  return {out, softmax_lse, row_max};
+  return {out, softmax_lse, row_max, lse_lo};
 }
 
-std::tuple<Tensor, Tensor, Tensor> fwd_features(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor& sink,
-                                                OptionalTensor& bias, Options& options, Features& features) {
+FeatureResults fwd_features(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor& sink,
+                            OptionalTensor& bias, Options& options, Features& features) {
   const DeviceGuard guard(q.get_device_index());
   FwdCall call = fwd_call(q, k, v, options);
   return run_with_features(call, q, sink, bias, options, features);
 }
 
 // Also returns the rounding error of out (FwdParams::out_lo).
-std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_with_residue(const Tensor& q, const OptionalTensor& k,
-                                                            const OptionalTensor& v, OptionalTensor& sink,
-                                                            OptionalTensor& bias, Options& options,
-                                                            Features& features) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fwd_with_residue(const Tensor& q, const OptionalTensor& k,
+                                                                    const OptionalTensor& v, OptionalTensor& sink,
+                                                                    OptionalTensor& bias, Options& options,
+                                                                    Features& features) {
   const DeviceGuard guard(q.get_device_index());
   FwdCall call = fwd_call(q, k, v, options);
   const Tensor out_lo = new_out(q, call.q, call.p.problem.head_dim_v, call.tokens, call.packed);
@@ -750,6 +757,20 @@ std::tuple<Tensor, Tensor, Tensor> bwd_plain(const Tensor& dout, const Tensor& q
   return {dq, dk, dv};
 }
 
+// Writes the gradient of the sink, from what the backward has written.
+void sink_gradient(const BwdParams& bwd, const Tensor& dsink, const Tensor& q) {
+  const int64_t rows = (bwd.problem.cu_seqlens_q ? 1 : bwd.problem.batch) * int64_t{bwd.problem.seqlen_q};
+  const int64_t chunks = std::max<int64_t>(1, round_up(rows, flash_attn::kSinkChunk) / flash_attn::kSinkChunk);
+  flash_attn::SinkParams p{.bwd = bwd, .dsink = dsink.mutable_data_ptr(), .rows = rows, .partial = nullptr};
+  p.chunks = static_cast<int>(chunks);
+  OptionalTensor partial;
+  if (chunks > 1) {
+    partial = new_tensor({bwd.problem.heads, chunks}, aoti_torch_dtype_float32(), q);
+    p.partial = static_cast<float*>(partial->mutable_data_ptr());
+  }
+  flash_attn::sink_gradient(p, current_stream(q));
+}
+
 // Returns the gradient of a bias, as the caller gave it, from what the backward has written.
 Tensor bias_gradient(const BwdParams& bwd, const Tensor& bias) {
   STD_TORCH_CHECK(bias.size(4) != 1,
@@ -771,24 +792,24 @@ Tensor bias_gradient(const BwdParams& bwd, const Tensor& bias) {
   return dbias;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                                                const Tensor& v, const Tensor& out,
-                                                                const Tensor& softmax_lse, const OptionalTensor& dlse,
-                                                                const OptionalTensor& out_lo, bool wants_dbias,
-                                                                OptionalTensor& sink, OptionalTensor& bias,
-                                                                Options& options, Features& features) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
+    const OptionalTensor& dlse, const OptionalTensor& out_lo, const OptionalTensor& lse_lo, bool wants_dbias,
+    OptionalTensor& sink, OptionalTensor& bias, Options& options, Features& features) {
   STD_TORCH_CHECK(bias || !wants_dbias, "wants_dbias must be false without an attn_bias, found true");
   const DeviceGuard guard(q.get_device_index());
   const Tensor dq = torch::stable::empty_like(q), dk = torch::stable::empty_like(k), dv = torch::stable::empty_like(v);
   const Tensor dsink = sink ? torch::stable::empty_like(*sink) : new_tensor({0}, q);
   Tensor dbias = new_tensor({0}, q);
-  const OptionalTensor given_bias = bias;
+  const OptionalTensor given_bias = bias, lo_rows = as_contiguous(lse_lo);
   const auto set_more = [&](BwdParams& p, const flash_attn::BwdHints& hints) {
+    if (lo_rows) check_row_values(*lo_rows, q, p.problem, "lse_lo");
+    p.lse_lo = pointer<float>(lo_rows);
     set_features(p.problem, sink, bias, features, /*paged=*/false, q);
     place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
   };
   const auto find_more = [&](const BwdParams& p) {
-    if (sink) flash_attn::sink_gradient({.bwd = p, .dsink = dsink.mutable_data_ptr()}, current_stream(q));
+    if (sink) sink_gradient(p, dsink, q);
     if (wants_dbias) dbias = bias_gradient(p, *given_bias);
   };
   run_bwd(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, options, set_more, find_more);
@@ -854,22 +875,21 @@ Tensor fwd_kvcache_plain_out(const Tensor& q, const Tensor& k_cache, const Tenso
   return run_kvcache(q, k_cache, v_cache, /*bias=*/std::nullopt, options, /*queries_advance=*/false, [](auto&&...) {});
 }
 
-std::tuple<Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                                        OptionalTensor& sink, OptionalTensor& bias,
-                                                        CacheOptions& options, Features& features) {
+FeatureResults fwd_kvcache_features(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, OptionalTensor& sink,
+                                    OptionalTensor& bias, CacheOptions& options, Features& features) {
   STD_TORCH_CHECK(!features.causal || !options.rotary_cos,
                   "causal of each entry has no kernel with rotary_cos: call the op fwd_kvcache_features_reference");
   const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
   const bool paged = options.block_table.has_value();
-  Tensor softmax_lse, row_max;
+  Tensor softmax_lse, row_max, lse_lo;
   const auto set_more = [&](FwdParams& p, const View<const void>& queries) {
     softmax_lse = add_lse(p, q, queries, /*tokens=*/false);
     set_features(p.problem, sink, bias, features, paged, q);
-    row_max = new_row_max(q, queries, /*tokens=*/false, features.row_max);
-    if (features.row_max) p.row_max = static_cast<float*>(row_max.mutable_data_ptr());
+    row_max = new_row_values(p.row_max, q, queries, /*tokens=*/false, features.row_max);
+    lse_lo = new_row_values(p.lse_lo, q, queries, /*tokens=*/false, bias.has_value());
   };
   const Tensor out = run_kvcache(q, k_cache, v_cache, bias, options, queries_advance, set_more);
-  return {out, softmax_lse, row_max};
+  return {out, softmax_lse, row_max, lse_lo};
 }
 
 }  // namespace

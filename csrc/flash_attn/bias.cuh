@@ -1,6 +1,6 @@
 // The additive bias where fragments are rows x keys, in the forward and in dbias_sm80.cuh: s(i, j) + bias(i, j). In
-// instances of kBiased, TMA copies tiles of it, and scores are kept as s; in those of kAll, lanes load their elements
-// from global memory, and scores are kept as log2(e) s. dbias_sm80.cuh has both ways.
+// instances of kBiased, TMA copies tiles of it; in those of kAll, lanes load their elements from global memory.
+// dbias_sm80.cuh has both ways.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,16 +37,7 @@ __device__ void with_type(const Bias& bias, Fn&& fn) {
   bias.is_bool ? fn(bool()) : with_type<T>(bias.dtype, fn);
 }
 
-// log2(e) (s + bias), from log2(e) s. A bias near the lowest finite number would overflow to -inf when it is multiplied
-// by log2(e). So below about -1.35e38, where both expressions meet, it is multiplied by 0.7 instead and shifted: -inf
-// hides a key, but in a row with nothing but lowest numbers, all keys must weigh the same.
-template <typename T>
-__device__ float biased(float score, float bias) {
-  if constexpr (std::is_same_v<T, __half>) return score + bias * kLog2e;  // fp16 has no such numbers
-  return score + fmaxf(bias * kLog2e, bias * 0.7f - 1e38f);
-}
-
-// Turns products into s, scaled and with the bias added. Not multiplied by log2(e), the lowest number stays finite.
+// Turns products into scores, scaled and with the bias added.
 template <typename T, int kRows, int kCols>
 __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale, const PackedFragment<T, kRows, kCols>& bias) {
 #pragma unroll
@@ -78,7 +69,7 @@ struct BiasPair {
     } else {
       float pair[2];
       widen(pair, reinterpret_cast<const Packed<T, 2>&>(words));
-      first = biased<T>(first, pair[0]), second = biased<T>(second, pair[1]);
+      first += pair[0], second += pair[1];
     }
   }
 };
@@ -101,7 +92,7 @@ __device__ void load_pairs(BiasPair<Element> (&row)[kPairs], const Bias& bias, i
   }
 }
 
-// Loads a block of a bias and adds it to log2(e) times the scores, one row after the other, which takes few registers.
+// Loads a block of a bias and adds it to the scores, one row after the other, which takes few registers.
 // starts and col0 as in BiasBlock.
 template <typename Element, int kRows, int kCols>
 __device__ void load_and_add(Fragment<kRows, kCols>& s, const Bias& bias, const int64_t (&starts)[kRows / 8],

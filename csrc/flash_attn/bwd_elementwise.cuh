@@ -48,11 +48,9 @@ __device__ void hide_unseen(Fragment<kRows, kCols>& s, int key0, Seen&& seen) {
   }
 }
 
-// Adds the bias to scores. Exact scores are at most lse_log2; where a large bias has absorbed their digits, rounding
-// may push them beyond it, and P far beyond 1, so they are clamped. lse_log2 as below.
-template <typename T, int kRows, int kCols, typename LseLog2>
-__device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask& mask, const ScorePlace& place,
-                         LseLog2&& lse_log2) {
+// Adds the bias to scores.
+template <typename T, int kRows, int kCols>
+__device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask& mask, const ScorePlace& place) {
   const int64_t start = row_start(bias.rows, place.entry, place.head, place.first_token);
   with_type<T>(bias, [&](auto type) {
     using Element = decltype(type);
@@ -63,7 +61,6 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
 #pragma unroll
     for (int c = 0; c < s.kLaneCols; c += 2) {
       if (c * s.kLaneRows % kLoads == 0) __syncwarp();
-      const float2 lse = lse_log2(c);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const bool row_exists = row0 + c / 2 * 8 + i < mask.seqlen_q;
@@ -75,7 +72,7 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
           if constexpr (std::is_same_v<Element, bool>) {
             score = element ? score : -INFINITY;
           } else {
-            score = fminf(biased<Element>(score, static_cast<float>(element)), i == 0 ? lse.x : lse.y);
+            score += static_cast<float>(element);
           }
         }
         row += (i == 0 ? 1 : 7) * bias.rows.seqlen;
@@ -84,27 +81,23 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
   });
 }
 
-// The same from products, with the bias in registers: scale_log2 is log2(e) softmax_scale.
-template <typename T, int kRows, int kCols, typename LseLog2>
-__device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale_log2, const PackedFragment<T, kRows, kCols>& bias,
-                              LseLog2&& lse_log2) {
-#pragma unroll
-  for (int c = 0; c < s.kLaneCols; c += 2) {
-    const float2 lse = lse_log2(c);
-#pragma unroll
-    for (int r = 0; r < s.kLaneRows; ++r) {
-      const float2 pair = ptx::unpack<T>(bias.pair(r, c / 2));
-      s(r, c) = fminf(biased<T>(s(r, c) * scale_log2, pair.x), lse.x);
-      s(r, c + 1) = fminf(biased<T>(s(r, c + 1) * scale_log2, pair.y), lse.y);
-    }
-  }
+// lse of two rows, and log2(e) times its rounding error.
+struct TwoLse {
+  float2 lse, lo_log2;
+};
+
+// exp(score - lse), where lo_log2 is log2(e) times the rounding error of lse. Exact scores are at most lse; where a
+// large bias has absorbed their digits, rounding may push them beyond it, and the result far beyond 1, so it is
+// clamped.
+__device__ inline float probability(float score, float lse, float lo_log2) {
+  return ptx::exp2(ptx::at_most_zero((score - lse) * kLog2e - lo_log2));
 }
 
 // Turns scores, already capped if there is a softcap, into P^T. hide() sets those of keys that a row does not see to
-// -inf. lse_log2(c): log2(e) lse of columns c and c + 1 of the lane.
-template <typename T, Features kFeatures, int kRows, int kCols, typename Hide, typename LseLog2>
+// -inf. lse(c), of columns c and c + 1 of the lane: log2(e) lse with plain scores, otherwise TwoLse.
+template <typename T, Features kFeatures, int kRows, int kCols, typename Hide, typename Lse>
 __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, const Mask& mask,
-                                   const ScorePlace& place, Hide&& hide, LseLog2&& lse_log2) {
+                                   const ScorePlace& place, Hide&& hide, Lse&& lse) {
   if (kFeatures == Features::kAll && p.alibi_slopes != nullptr) {
     const float slope = alibi_slope(p, place.entry, place.head);
     float slopes[s.kLaneRows];
@@ -116,16 +109,21 @@ __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, 
     }
     subtract_distance(s, slopes, own_rows, place.row0);
   }
-  if (kFeatures == Features::kAll && p.bias.data != nullptr) add_bias<T>(s, p.bias, mask, place, lse_log2);
+  if (kFeatures == Features::kAll && p.bias.data != nullptr) add_bias<T>(s, p.bias, mask, place);
   hide();
-  const float scale_log2 = kHasPlainScores<kFeatures> ? score_scale_log2<kFeatures>(p) : 1;
+  const float scale_log2 = score_scale_log2<kFeatures>(p);
 #pragma unroll
   for (int c = 0; c < s.kLaneCols; c += 2) {
-    const float2 lse = lse_log2(c);
+    const auto two = lse(c);
 #pragma unroll
     for (int r = 0; r < s.kLaneRows; ++r) {
-      s(r, c) = ptx::exp2(s(r, c) * scale_log2 - lse.x);
-      s(r, c + 1) = ptx::exp2(s(r, c + 1) * scale_log2 - lse.y);
+      if constexpr (kHasPlainScores<kFeatures>) {
+        s(r, c) = ptx::exp2(s(r, c) * scale_log2 - two.x);
+        s(r, c + 1) = ptx::exp2(s(r, c + 1) * scale_log2 - two.y);
+      } else {
+        s(r, c) = probability(s(r, c), two.lse.x, two.lo_log2.x);
+        s(r, c + 1) = probability(s(r, c + 1), two.lse.y, two.lo_log2.y);
+      }
     }
   }
 }

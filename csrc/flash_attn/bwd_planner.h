@@ -27,13 +27,14 @@ struct BwdHints {
 // The sizes of a plan's scratch, in elements of 4 bytes.
 struct BwdScratchSizes {
   int64_t dq_accum = 0;
-  int64_t row_values = 0;  // of lse_log2; softmax_d has as many
+  int64_t row_values = 0;  // of each array of values of rows
+  int num_row_values = 0;  // how many such arrays there are: lse_log2, softmax_d and perhaps lse
   int64_t semaphores = 0;
   int64_t key_sums = 0;
   int64_t tiles = 0, seen = 0, key_uses = 0;  // for key ranges
 
   int64_t ranges() const { return tiles + seen + key_uses; }
-  int64_t total() const { return dq_accum + 2 * row_values + key_sums + ranges() + semaphores + 1; }
+  int64_t total() const { return dq_accum + num_row_values * row_values + key_sums + ranges() + semaphores + 1; }
 };
 
 struct BwdChoice {
@@ -237,7 +238,7 @@ inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
   return {plan, {.dq_accum = dq_accum_size(p), .semaphores = plan.waits ? num_semaphores(p) : 0}};
 }
 
-inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
+inline BwdChoice plan_bwd_sm90(const Problem& p, Features features, const BwdHints& hints) {
   BwdSm90Plan plan{};
   plan.in_order = hints.deterministic;
   plan.rounds_dq = rounds_dq(p, plan.in_order);
@@ -255,21 +256,23 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   return {plan,
           {.dq_accum = dq_accum_size(p),
            .row_values = heads_of_all_entries(p) * plan.scratch.rows_per_head,
+           .num_row_values = has_plain_scores(features) ? 2 : 3,
            .semaphores = plan.waits ? num_semaphores(p) : 0,
            .key_sums = plan.shares > 1 ? key_sums_size(p, plan.shares) : 0}};
 }
 
 // Chooses the kernel and the plan of a problem, and says how much scratch it takes.
 inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
+  const Features features = built_bwd_features(instance_on_sm90(p.problem), features_of<BwdSm90Plan>(p));
   BwdChoice choice =
-      hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
+      hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, features, hints) : plan_bwd_sm80(p.problem, hints);
   add_ranges(choice.scratch, p.problem, padded_rows_per_head(p.problem));
   return choice;
 }
 
 // Points a problem and its plan to their scratch: sizes.total() uninitialized elements, aligned to 16 bytes.
 inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& sizes, float* memory) {
-  float *row_values = memory + sizes.dq_accum, *key_sums = row_values + 2 * sizes.row_values;
+  float *row_values = memory + sizes.dq_accum, *key_sums = row_values + sizes.num_row_values * sizes.row_values;
   float* ranges = key_sums + sizes.key_sums;
   int* counters = reinterpret_cast<int*>(ranges + sizes.ranges());
   problem.ranges.of_tiles = reinterpret_cast<int4*>(ranges);
@@ -285,6 +288,7 @@ inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& 
   if (auto* on_sm90 = std::get_if<BwdSm90Plan>(&plan)) {
     on_sm90->lse_log2 = row_values;
     on_sm90->softmax_d = row_values + sizes.row_values;
+    if (sizes.num_row_values == 3) on_sm90->lse = row_values + 2 * sizes.row_values;
   }
 }
 

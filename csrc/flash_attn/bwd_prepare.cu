@@ -152,7 +152,12 @@ __device__ void prepare_padded_row(const BwdCommonParams& p, const SoftmaxDRow& 
   if (p.plan.waits && index % kSemaphoreRows == 0) *semaphore_at(scratch, index) = 0;
   if (p.plan.lse_log2 == nullptr) return;
   const bool sees = at.sees_keys(p);
-  p.plan.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
+  if (p.plan.lse == nullptr) {
+    p.plan.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
+  } else {
+    p.plan.lse[index] = sees ? lse : INFINITY;
+    p.plan.lse_log2[index] = sees && p.lse_lo != nullptr ? at.value(p.lse_lo, p.problem) * kLog2e : 0;
+  }
   p.plan.softmax_d[index] = sees ? softmax_d : 0.f;
 }
 

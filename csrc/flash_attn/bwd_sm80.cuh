@@ -97,13 +97,16 @@ struct BwdShared {
   using T = typename Config::T;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   struct Nothing {};
+  struct NoRowValues {};
   using Weights = SharedTile<T, kBlockN, kBlockM>;
+  using RowValues = float[Config::kStages][kBlockM];
 
   SharedTile<T, kBlockN, kHeadDim> k, v;  // at the end, dK and dV on their way out
   SharedTile<T, kBlockM, kHeadDim> q[Config::kStages], dout[Config::kStages];
   Weights ds[Config::kDelaysDq ? 2 : 1];  // P^T for the key team, then dS^T; two stages, as dQ is a step late
   [[no_unique_address]] std::conditional_t<Config::kSplits == 1, Nothing, Weights> p;  // P^T, for dV
   alignas(16) float lse[Config::kStages][kBlockM];
+  [[no_unique_address]] std::conditional_t<kHasPlainScores<Config::kFeatures>, NoRowValues, RowValues> lse_lo;
   float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
@@ -230,6 +233,10 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   if (threadIdx.x < kBlockM) {
     const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
     ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, is_live);
+    if constexpr (!kHasPlainScores<Config::kFeatures>) {
+      const float* lse_lo = p.lse_lo == nullptr ? lse : lse + (p.lse_lo - p.softmax_lse);
+      ptx::copy_word_async(ptx::shared_address(&shared.lse_lo[stage][row]), lse_lo, is_live && p.lse_lo != nullptr);
+    }
   } else if (threadIdx.x < 2 * kBlockM) {
     const float* softmax_d = softmax_d_of(p, span, shared.work.entry, rows.head) + row0 + row;
     ptx::copy_word_async(ptx::shared_address(&shared.softmax_d[stage][row]), softmax_d, is_live);
@@ -306,10 +313,14 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
     if (cut) hide_rows(s, mask, place);
   };
   make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
-    const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]);
-    // __fmul_rn keeps the compiler from fusing this into an FMA: the forward rounded log2(e) times the maximum, too,
-    // and for scores near the largest numbers, the exact product would differ from it noticeably.
-    return float2{__fmul_rn(lse.x, kLog2e), __fmul_rn(lse.y, kLog2e)};
+    const int row = share.row0 + s.col(c);
+    const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][row]);
+    if constexpr (kHasPlainScores<Config::kFeatures>) {
+      return float2{lse.x * kLog2e, lse.y * kLog2e};
+    } else {
+      const float2 lo = *reinterpret_cast<const float2*>(&shared.lse_lo[stage][row]);
+      return TwoLse{lse, {lo.x * kLog2e, lo.y * kLog2e}};
+    }
   });
   if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p.problem, place);
 }

@@ -12,6 +12,7 @@
 #include "flash_attn/bwd_ranges.cuh"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/features.h"
 #include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
@@ -47,6 +48,24 @@ struct RowRing {
   static constexpr int kValueBytes = Config::kBlockM * sizeof(float);
   __device__ float* values_of(const Cursor& at) { return values[at.round % Config::kValueRounds][at.stage]; }
 };
+
+// With scores that are not plain: lse of each row of a tile, beside its rounding error, which comes with Q. It lies
+// apart since RowRing, whose tiles are aligned to 1024 bytes, would grow by as much.
+template <typename Config>
+struct LseRing {
+  alignas(16) float values[Config::kValueRounds][Config::kStages][Config::kBlockM];
+
+  static constexpr int kBytes = Config::kBlockM * sizeof(float);
+  __device__ float* values_of(const typename Ring<Config::kStages>::Cursor& at) {
+    return values[at.round % Config::kValueRounds][at.stage];
+  }
+};
+
+struct NoLseRing {
+  static constexpr int kBytes = 0;
+};
+template <typename Config>
+using LseRingOf = std::conditional_t<kHasPlainScores<Config::kFeatures>, NoLseRing, LseRing<Config>>;
 
 // With key ranges: the interval of keys that each row of a tile sees, copied for tiles that need a mask only. Like the
 // values of rows, they are read with ordinary loads. Where shared memory has no room, they are read from global memory.

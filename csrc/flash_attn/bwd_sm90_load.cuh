@@ -45,6 +45,15 @@ __device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const KeyBlock
   }
 }
 
+// One lane starts the copy of lse of the rows of a tile, if there is a ring for it. It counts at the barrier of Q.
+template <typename Config, typename Shared>
+__device__ void load_lse(const BwdSm90Launch& p, Shared& shared, int64_t index, const RingCursor<Config::kStages>& at) {
+  if constexpr (!kHasPlainScores<Config::kFeatures>) {
+    ptx::copy_bytes_async(ptx::shared_address(shared.lse.values_of(at)), p.plan.lse + index, shared.lse.kBytes,
+                          shared.q.barriers.full[at.stage]);
+  }
+}
+
 // One lane starts the copy of a tile of the bias. It counts at the barrier of Q, too.
 template <typename Config, typename Shared>
 __device__ void load_bias_of_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block, int head,
@@ -73,8 +82,10 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
       ptx::copy_bytes_async(ptx::shared_address(ring.values_of(at)), values + index, ring.kValueBytes, here);
     };
     const int bytes_of_bias = BiasTilesOf<Config>::bytes(p.problem.bias.rows);
-    load(shared.q, p.q_map, p.plan.lse_log2, bytes_of_bias + (cut ? SeenRingOf<Config>::kBytes : 0));
+    load(shared.q, p.q_map, p.plan.lse_log2,
+         LseRingOf<Config>::kBytes + bytes_of_bias + (cut ? SeenRingOf<Config>::kBytes : 0));
     load_bias_of_rows(p, shared, block, head, row0, at);
+    if (starts_copies<Config>()) load_lse<Config>(p, shared, index, at);
     if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);
     load(shared.dout, p.dout_map, p.plan.softmax_d, 0);
     at.advance();

@@ -79,7 +79,7 @@ struct BwdSm90Shared {
   // k into v. TMA leaves these columns out, since they lie outside of dQ.
   Keys k, v;
   SharedTile<T, kBlockM, kBlockN> ds[2];
-  RowRing<Config, kHeadDim> q, dout;  // with log2(e) lse and softmax_d
+  RowRing<Config, kHeadDim> q, dout;  // with lse_log2 and softmax_d of BwdCommonPlan
   [[no_unique_address]] SeenRingOf<Config> seen;
   [[no_unique_address]] BiasTilesOf<Config> bias;
   DqBox<T> dq[Config::kConsumers];
@@ -88,6 +88,7 @@ struct BwdSm90Shared {
   ptx::SharedBarrier keys_here, keys_free;
   Ring<2> ds_ring, turn_ring, index_ring;  // turn_ring carries no data: it only says that a turn has come
   int index[2];                            // data of index_ring: indices of shares of key blocks, or -1 after the last
+  [[no_unique_address]] LseRingOf<Config> lse;
 
   __device__ void init() {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;

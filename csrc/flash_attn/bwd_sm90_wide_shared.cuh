@@ -71,7 +71,7 @@ struct BwdWideShared {
   [[no_unique_address]] Where<OtherKeys, 0, kDividesKeys> other_k;
   SharedTile<T, Config::kBlockM, Config::kBlockN> scores;          // P^T, then dS
   [[no_unique_address]] Where<OtherDs, 1, kDividesKeys> other_ds;  // what QueryTeam::send has sent, by thread
-  RowRing<Config, Config::kChannels> q;                            // with log2(e) lse
+  RowRing<Config, Config::kChannels> q;                            // with lse_log2 of BwdCommonPlan
   RowRing<Config, Config::kChannelsV> dout;                        // with softmax_d
   [[no_unique_address]] SeenRingOf<Config> seen;
   [[no_unique_address]] Where<BwdOtherParts<Config>, 2, !kDividesKeys> other_parts;
@@ -79,6 +79,7 @@ struct BwdWideShared {
   ptx::SharedBarrier other_ds_here, sent_ds_taken;
   int taken;                                         // in thread block 0 of the cluster: the index of its share
   alignas(16) char block[sizeof(KeyBlock<Config>)];  // the KeyBlock, for which there are no registers
+  [[no_unique_address]] LseRingOf<Config> lse;
 };
 
 }  // namespace flash::flash_attn

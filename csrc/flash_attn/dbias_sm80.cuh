@@ -26,6 +26,7 @@
 #include "common/device.h"
 #include "common/launch.h"
 #include "flash_attn/bias.cuh"
+#include "flash_attn/bwd_elementwise.cuh"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/dbias_plan.h"
 #include "flash_attn/dropout.cuh"
@@ -251,7 +252,7 @@ struct DbiasSum {
     }
   }
 
-  // Turns products into log2(e) times scores, with the bias in global memory.
+  // Turns products into scores, with the bias in global memory.
   __device__ void score(Scores& s, const DbiasItem& x) const {
     const int col0 = x.key0 + warp_key();
     scale_and_cap(s, problem);
@@ -282,9 +283,8 @@ struct DbiasSum {
     }
   }
 
-  // Turns scores into probabilities; those whose bias is in shared memory are products yet. unit * (score - lse) is the
-  // exponent. Exact scores are at most lse: see add_bias in bwd_elementwise.cuh.
-  __device__ void probabilities(Scores& s, const DbiasItem& x, const RowValues& lse, float unit) const {
+  // Turns scores into probabilities; those whose bias is in shared memory are products yet.
+  __device__ void probabilities(Scores& s, const DbiasItem& x, const RowValues& lse, const RowValues& lo_log2) const {
     if (p.plan.copies_bias) score_with_tile(s);
     if (!x.is_whole()) {
       int rows[s.kLaneRows];
@@ -292,7 +292,7 @@ struct DbiasSum {
       for (int r = 0; r < s.kLaneRows; ++r) rows[r] = row_of(x, r);
       hide(s, x.mask, rows, x.key0 + warp_key(), -INFINITY);
     }
-    s.for_each([&](float& score, int r, int) { score = ptx::exp2((fminf(score, lse[r]) - lse[r]) * unit); });
+    s.for_each([&](float& score, int r, int) { score = probability(score, lse[r], lo_log2[r]); });
   }
 
   // sum += P (dP - softmax_d). Hidden scores, whose P is 0, are left out: their dP may be NaN.
@@ -311,9 +311,12 @@ struct DbiasSum {
   __device__ void add_item(int n) {
     const DbiasItem& x = item(n);
     const bool has_new_bias = p.plan.copies_bias && (n == 0 || x.part != item(n - 1).part);
-    const float unit = p.plan.copies_bias ? kLog2e : 1;
-    RowValues lse, softmax_d;
+    RowValues lse, lo_log2{}, softmax_d;
     load_values(lse, row_values(p.bwd.softmax_lse, problem, x.seq.q, x.head), x, INFINITY);
+    if (p.bwd.lse_lo != nullptr) {
+      load_values(lo_log2, row_values(p.bwd.lse_lo, problem, x.seq.q, x.head), x, 0);
+      for (float& value : lo_log2) value *= kLog2e;
+    }
     load_values(softmax_d, softmax_d_of(p.bwd, x.seq.q, x.entry, x.head), x, 0);
     Scores s, dp;
     s.fill(0);
@@ -325,17 +328,13 @@ struct DbiasSum {
       await_chunk();
       multiply(s);
     }
-    if (!p.plan.copies_bias) {
-      // As in bwd_sm80.cuh, __fmul_rn keeps the compiler from fusing this into an FMA.
-      for (float& value : lse) value = __fmul_rn(value, kLog2e);
-      score(s, x);
-    }
+    if (!p.plan.copies_bias) score(s, x);
     dp.fill(0);
     await_chunk(nullptr, /*all=*/has_new_bias);
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
       if ((turn == 0) == (warp_id() < Config::kWarps / 2)) {
-        probabilities(s, x, lse, unit);
+        probabilities(s, x, lse, lo_log2);
       } else {
         multiply(dp);
       }

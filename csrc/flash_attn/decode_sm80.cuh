@@ -473,8 +473,8 @@ __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work,
     store_to<Config>(p.out_lo, p, work, row, col, values);
   }
   if (col != 0) return;
-  const float lse = log_sum_exp(sink, x.state.max, sum, scale_log2);
-  store_row<Config>(p, work, row, lse, x.state.max, scale_log2);
+  const LogSumExp lse = log_sum_exp(sink, x.state.max, sum, scale_log2);
+  store_row<Config>(p, work, row, lse, largest_score(x.state.max, scale_log2));
 }
 
 template <typename Config>

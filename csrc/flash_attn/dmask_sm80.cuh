@@ -52,7 +52,7 @@ __device__ void relate_to_running_max(Fragment<kRows, kCols>& s, float (&max)[kR
       max[r] = fmaxf(max[r], quad_max(block_max));
       const float shift = finite_or_zero(max[r]);
 #pragma unroll
-      for (int c = end - kWidth / 4; c < end; ++c) s(r, c) = ptx::exp2(s(r, c) - shift);
+      for (int c = end - kWidth / 4; c < end; ++c) s(r, c) = ptx::exp2((s(r, c) - shift) * kLog2e);
     }
   }
 }

@@ -157,7 +157,7 @@ struct Consumer {
     const int n = work.blocks.last;
     const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n * Config::kKeys;
     float shrink[s.kLaneRows];
-    softmax = Softmax<Config>(Config::kBiased ? kLog2e : softmax.scale_log2);
+    softmax = Softmax<Config>(softmax.scale_log2);
     has_output = false;
     add_other_part(s);
     add_bias(s, bias);
@@ -168,15 +168,6 @@ struct Consumer {
     if (end < Config::kKeys) {
       shared.v_ring.wait_full(v_at);
       clear_rows(shared.v[v_at.stage], end, Config::kKeys, own_barrier());
-    }
-  }
-
-  // Instances of kBiased keep maxima in units of s. Turns these into log2(e) s, as all other instances have them,
-  // clamped as by biased(): the backward expects an lse made from that.
-  __device__ void leave_units_of_bias() {
-    if constexpr (Config::kBiased) {
-      for (float& max : softmax.max) max = biased<T>(0, max);
-      softmax.scale_log2 = 1;
     }
   }
 
@@ -310,7 +301,6 @@ struct Consumer {
       pass_turn();
       if constexpr (Config::kManyTiles) walk = walk_of(*work);
       softmax.finish();
-      leave_units_of_bias();
       add_sinks<Config>(softmax, p, done, warp_row);
       wait_gemms<Config::kManyTiles ? 1 : 0>(o);
       release(shared.v_ring, v_at);

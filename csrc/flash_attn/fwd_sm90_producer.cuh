@@ -127,7 +127,7 @@ struct Producer {
     if (Config::part() != 0) return;
     const float lse_of_none = lse_of_sink(sink_of(p.problem, work.tile.entry, work.tile.head));
     for (int row = lane_id(); row < work.rows.count; row += 32) {
-      store_row<Config>(p, work, row, lse_of_none, -INFINITY, /*scale_log2=*/1);
+      store_row<Config>(p, work, row, {lse_of_none, 0}, /*largest=*/-INFINITY);
     }
   }
 

@@ -25,7 +25,7 @@ using Scores = Fragment<Config::kWarpRows, Config::kKeys>;
 template <typename Config>
 using Output = Fragment<Config::kWarpRows, Config::kChannelsV>;
 template <typename Config>
-using Softmax = OnlineSoftmax<Config::kWarpRows, Config::kFeatures == Features::kBiased>;
+using Softmax = OnlineSoftmax<Config::kWarpRows, !kHasPlainScores<Config::kFeatures>>;
 
 // The bias of a block of scores, loaded by the warps themselves (not by TMA). Empty in plain instances.
 template <typename Config>
@@ -140,13 +140,14 @@ __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<C
   o.scale_rows(factors);
 }
 
-// Stores a row's lse and its largest score, each if it is an output. scale_log2 * max is log2(e) times that score.
+// Stores a row's lse, what rounding has taken off it, and its largest score, each if it is an output.
 template <typename Config, typename Work>
-__device__ void store_row(const FwdParams& p, const Work& work, int row, float lse, float max, float scale_log2) {
+__device__ void store_row(const FwdParams& p, const Work& work, int row, const LogSumExp& x, float largest) {
   const int64_t index = row_index(p.problem, work.seq.q, work.tile.head) +
                         int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row);
-  if (p.softmax_lse != nullptr) p.softmax_lse[index] = lse;
-  if (!Config::kPlain && p.row_max != nullptr) p.row_max[index] = max * (scale_log2 * kLn2);
+  if (p.softmax_lse != nullptr) p.softmax_lse[index] = x.lse;
+  if (!kHasPlainScores<Config::kFeatures> && p.lse_lo != nullptr) p.lse_lo[index] = x.lse_lo;
+  if (!Config::kPlain && p.row_max != nullptr) p.row_max[index] = largest;
 }
 
 // The same for all of the warp's rows: lane i of a quad stores the i-th of the rows that the quad shares.
@@ -159,8 +160,8 @@ __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, co
   for (int r = 1; r < softmax.kLaneRows; ++r) {
     if (r == mine) max = softmax.max[r], sum = softmax.sum[r];
   }
-  const float lse = log_sum_exp(sink_of(p, work, row), max, sum, softmax.scale_log2);
-  store_row<Config>(p, work, row, lse, max, softmax.scale_log2);
+  const LogSumExp lse = log_sum_exp(sink_of(p, work, row), max, sum, softmax.scale_log2);
+  store_row<Config>(p, work, row, lse, largest_score(max, softmax.scale_log2));
 }
 
 }  // namespace flash::flash_attn

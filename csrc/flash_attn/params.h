@@ -99,6 +99,7 @@ struct FwdParams {
   TensorRef<> out;     // like q, with head_dim_v channels
   TensorRef<> out_lo;  // what rounding has taken off out, rounded too, with out's strides; data is null if not wanted
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q); may be null
+  float* lse_lo;       // likewise, what rounding has taken off softmax_lse; only with a bias; may be null
   float* row_max;      // likewise, the largest score of each row, -inf where there is none; may be null
 
   bool aligned;  // whether all rows can be moved in aligned chunks of 16 bytes
@@ -161,6 +162,7 @@ struct BwdParams {
   TensorRef<const void> out;
   TensorRef<const void> out_lo;  // as in FwdParams, with any strides; without data, out counts as exact
   const float* softmax_lse;      // as in FwdParams
+  const float* lse_lo;           // likewise; null: softmax_lse counts as exact
   const float* dlse;             // the gradient that arrives for it; may be null
   TensorRef<> dq;                // like q
   TensorRef<> dk;                // like k
@@ -175,8 +177,12 @@ struct BwdParams {
 // The gradient of a problem's sink, after the backward.
 struct SinkParams {
   BwdParams bwd;
-  void* dsink;  // (heads), of sink_dtype
+  void* dsink;     // (heads), of sink_dtype
+  int64_t rows;    // of all entries, one after the other
+  int chunks;      // of kSinkChunk rows each; at least 1
+  float* partial;  // (heads, chunks), their sums; unused if there is one chunk
 };
+constexpr int kSinkChunk = 8192;
 
 // The gradient of a problem's bias, after the backward: a contiguous tensor like Bias::data. A stride is 0 where, and
 // only where, its dimension has size 1.

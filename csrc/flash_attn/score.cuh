@@ -2,11 +2,11 @@
 //
 //   s = softmax_scale <q, k>;   s <- softcap tanh(s / softcap);   s <- s - slope |i + D - j|;   s <- s + bias(i, j)
 //
-// (D: mask.cuh.) What a kernel keeps in place of s depends on the instance. Plain ones keep <q, k> and leave the scale
-// to the exponential: exp(s) is exp2(score_scale_log2 <q, k>). Those of kBiased keep s in the forward, all others
-// log2(e) s. With a bias, exponents are thus differences of what is kept. These are exact even where a bias of -1e9, or
-// the lowest finite number, has absorbed all digits of a row's products: all its keys then weigh the same, as they
-// should.
+// (D: mask.cuh.) What a kernel keeps in place of s depends on the instance: plain ones <q, k>, and leave the scale to
+// the exponential, all others s itself. exp(s) is exp2(score_scale_log2 * what is kept). All but plain ones subtract
+// before they multiply: differences of scores are exact even where a bias of -1e9, or the lowest finite number, has
+// absorbed all digits of a row's products. All its keys then weigh the same, as they should, in the forward and the
+// backward.
 #pragma once
 
 #include <cmath>
@@ -22,11 +22,10 @@ namespace flash::flash_attn {
 constexpr float kLog2e = std::numbers::log2e_v<float>;
 constexpr float kLn2 = std::numbers::ln2_v<float>;
 
-// The factor c for which exp(s) = exp2(c * what the forward kernel keeps as score).
+// The factor c for which exp(s) = exp2(c * what a kernel keeps as score).
 template <Features kFeatures>
 __device__ float score_scale_log2(const Problem& p) {
-  if constexpr (kFeatures == Features::kBiased) return kLog2e;
-  return kHasPlainScores<kFeatures> ? p.softmax_scale * kLog2e : 1;
+  return kHasPlainScores<kFeatures> ? p.softmax_scale * kLog2e : kLog2e;
 }
 
 // The largest softcap for which cap(), whose absolute error grows with it, is accurate enough. Models use 15 to 50.
@@ -59,25 +58,25 @@ __device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
   s = copy;
 }
 
-// Turns products into log2(e) s, except for ALiBi and the bias.
+// Turns products into scores, except for ALiBi and the bias.
 template <int kRows, int kCols>
 __device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
-  const float scale = p.softmax_scale * kLog2e, factor = p.softmax_scale / p.softcap, most = p.softcap * kLog2e;
+  const float scale = p.softmax_scale, factor = p.softmax_scale / p.softcap, most = p.softcap;
   if (p.softcap == 0) return s.for_each([&](float& x, int, int) { x *= scale; });
   if (p.softcap > kMostSoftcapOfCap) return replace_in_loop(s, [&](float x) { return precise_cap(x, factor, most); });
   s.for_each([&](float& x, int, int) { x = cap(x, factor, most); });
 }
 
-// The derivative of the cap, 1 - tanh^2, from log2(e) times the capped score. The compiler hoists the division, which
-// is the same for all scores.
+// The derivative of the cap, 1 - tanh^2, from the capped score. The compiler hoists the division, which is the same for
+// all scores.
 __device__ inline float cap_slope(float capped, float softcap) {
-  const float t = capped * (1 / (softcap * kLog2e));
+  const float t = capped * (1 / softcap);
   return 1 - t * t;
 }
 
-// log2(e) times the slope of a query head; 0 without ALiBi.
+// The slope of a query head; 0 without ALiBi.
 __device__ inline float alibi_slope(const Problem& p, int entry, int head) {
-  return p.alibi_slopes ? kLog2e * __ldg(p.alibi_slopes + entry * p.alibi_batch_stride + head) : 0.f;
+  return p.alibi_slopes ? __ldg(p.alibi_slopes + entry * p.alibi_batch_stride + head) : 0.f;
 }
 
 // Subtracts ALiBi's slope * distance from the scores. own_keys[r] is i + D, the key that the lane's r-th row is aligned

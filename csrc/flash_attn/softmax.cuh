@@ -24,10 +24,22 @@ __device__ inline float weight_of(float max, float max_of_all, float scale_log2)
   return ptx::exp2((max - finite_or_zero(max_of_all)) * scale_log2);
 }
 
-// Natural logarithm of a row's sum of exp(s), which is sum * exp2(scale_log2 * max); +inf for a row without scores. The
-// maximum may be large, and is rounded only once if its factors are multiplied first: kLog2e * kLn2 is exactly 1.
-__device__ inline float log_sum_exp(float max, float sum, float scale_log2) {
-  return sum > 0 ? max * (scale_log2 * kLn2) + ptx::log2(sum) * kLn2 : INFINITY;
+// A row's largest score, from its maximum in units of scale_log2. The factors are multiplied first: where the maximum
+// is a score, scale_log2 is kLog2e, and kLog2e * kLn2 is exactly 1.
+__device__ inline float largest_score(float max, float scale_log2) { return max * (scale_log2 * kLn2); }
+
+// The natural logarithm of a row's sum of exp(s) as a sum of two numbers: the first is the logarithm, rounded, and the
+// second what rounding has taken off. Of keys that all have a bias of -1e9, the first is -1e9, and the second says how
+// many they are.
+struct LogSumExp {
+  float lse, lse_lo;
+};
+
+// The sum of exp(s) is sum * exp2(scale_log2 * max); +inf for a row without scores.
+__device__ inline LogSumExp log_sum_exp(float max, float sum, float scale_log2) {
+  if (!(sum > 0)) return {INFINITY, 0};
+  const float largest = largest_score(max, scale_log2), log_sum = ptx::log2(sum) * kLn2, lse = largest + log_sum;
+  return {lse, (largest - lse) + log_sum};
 }
 
 // The score of a query head's sink, or -inf if there is none. Packed rows after the last entry have none.
@@ -40,20 +52,20 @@ __device__ inline float sink_of(const Problem& p, int entry, int head) {
 
 // What the sink adds to a row's sum. That may be +inf: then the keys have no weight.
 __device__ inline float exp_of_sink(float sink, float max, float scale_log2) {
-  return ptx::exp2(sink * kLog2e - finite_or_zero(max) * scale_log2);
+  return ptx::exp2((sink - largest_score(finite_or_zero(max), scale_log2)) * kLog2e);
 }
 
 // lse of a row that has nothing but a sink, or nothing that counts beside it.
 __device__ inline float lse_of_sink(float sink) { return sink == -INFINITY ? INFINITY : sink; }
 
-// lse of a row whose sum includes the sink.
-__device__ inline float log_sum_exp(float sink, float max, float sum, float scale_log2) {
-  return max > -INFINITY && sum < INFINITY ? log_sum_exp(max, sum, scale_log2) : lse_of_sink(sink);
+// The same for a row whose sum includes the sink.
+__device__ inline LogSumExp log_sum_exp(float sink, float max, float sum, float scale_log2) {
+  if (max > -INFINITY && sum < INFINITY) return log_sum_exp(max, sum, scale_log2);
+  return {lse_of_sink(sink), 0};
 }
 
 // kSubtractsFirst: exponents are computed as (s - max) * scale instead of s * scale - max * scale, which is a single
-// FMA. That is for large scores with a scale (a bias of -1e9), where rounding max * scale would lose the digits that
-// differ.
+// FMA. That is for scores with a bias of -1e9, where rounding max * scale would lose the digits that differ.
 template <int kRows, bool kSubtractsFirst = false>
 struct OnlineSoftmax {
   static constexpr int kLaneRows = kRows / 8;

@@ -33,7 +33,9 @@ struct PartialState {
       : out(reinterpret_cast<float4*>(splits.out) + slot * kLaneRows * kVectors * kThreads + threadIdx.x),
         softmax(reinterpret_cast<float2*>(splits.softmax) + slot * kLaneRows * kThreads + threadIdx.x) {}
 
-  __device__ void store(int r, const Fragment<kRows, kCols>& o, const OnlineSoftmax<kRows>& state) const {
+  template <bool kSubtractsFirst>
+  __device__ void store(int r, const Fragment<kRows, kCols>& o,
+                        const OnlineSoftmax<kRows, kSubtractsFirst>& state) const {
     softmax[r * kThreads] = {state.max[r], state.sum[r]};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -42,7 +44,8 @@ struct PartialState {
   }
 
   // Merges what is stored into (o, state). __ldcg reads from L2: other SMs have written it.
-  __device__ void merge_into(int r, Fragment<kRows, kCols>& o, OnlineSoftmax<kRows>& state) const {
+  template <bool kSubtractsFirst>
+  __device__ void merge_into(int r, Fragment<kRows, kCols>& o, OnlineSoftmax<kRows, kSubtractsFirst>& state) const {
     const float2 other = __ldcg(softmax + r * kThreads);
     const float max = fmaxf(state.max[r], other.x);
     const float own_weight = weight_of(state.max[r], max, state.scale_log2);
@@ -70,9 +73,9 @@ __device__ inline bool is_last_arrival(int* arrivals, int count) {
 }
 
 // Merges the splits of a tile. Returns true in the one thread block that then has the whole result in (o, state).
-template <int kThreads, typename Work, int kRows, int kCols>
+template <int kThreads, typename Work, int kRows, int kCols, bool kSubtractsFirst>
 __device__ bool merge_splits(const KeySplits& splits, const Work& work, int warp_row, Fragment<kRows, kCols>& o,
-                             OnlineSoftmax<kRows>& state) {
+                             OnlineSoftmax<kRows, kSubtractsFirst>& state) {
   const int64_t first_slot = int64_t{work.tile.index} * splits.count;
   const auto stored = [&](int split) { return PartialState<kThreads, kRows, kCols>(splits, first_slot + split); };
   const auto for_rows = [&](auto fn) { for_each_row<kRows>(warp_row, work.rows.count, fn); };
@@ -80,7 +83,7 @@ __device__ bool merge_splits(const KeySplits& splits, const Work& work, int warp
   const int num_splits = work.num_splits();
   if (!is_last_arrival(splits.arrivals + work.tile.index, num_splits)) return false;
   o.fill(0);
-  state = OnlineSoftmax<kRows>(state.scale_log2);
+  state = OnlineSoftmax<kRows, kSubtractsFirst>(state.scale_log2);
   for (int split = 0; split < num_splits; ++split) {
     for_rows([&](int r) { stored(split).merge_into(r, o, state); });
   }

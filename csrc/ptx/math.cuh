@@ -31,6 +31,13 @@ __device__ inline float reciprocal(float x) {
   return y;
 }
 
+// min(x, 0); NaN stays NaN.
+__device__ inline float at_most_zero(float x) {
+  float y;
+  asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The 64-bit product in one instruction. For `uint64_t{a} * b`, the compiler also adds 0 to the upper half.
 __device__ inline uint64_t product(uint32_t a, uint32_t b) {
   uint64_t c;

@@ -27,7 +27,7 @@ from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
 from flash_attn._ops import autograd, checks, rng, schema
 from flash_attn._ops import flash_attn_features as with_features
-from flash_attn._ops.lse import merge_two
+from flash_attn._ops.lse import merge_parts
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Options
 
@@ -146,7 +146,7 @@ def backward(
         return bwd(dout, q, k, v, out, softmax_lse, dlse, None, dq, dk, dv, *arguments)
     terms, rest = features[:2], features[2:]
     *grads, _, _ = with_features.bwd_features(
-        dout, q, k, v, out, softmax_lse, dlse, None, False, *terms, *Options(*arguments), *rest
+        dout, q, k, v, out, softmax_lse, dlse, None, None, False, *terms, *Options(*arguments), *rest
     )
     for target, grad in zip((dq, dk, dv), grads, strict=True):
         target.copy_(grad)
@@ -294,7 +294,7 @@ def row_statistics(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor
     """Returns softmax_lse and the largest score of each row, before the sink. options: those of `score_arguments`."""
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features._replace(row_max=True)
-    return with_features.fwd_features(q, k, _few_values(k), sink, bias, *arguments, *rest)[1:]
+    return with_features.fwd_features(q, k, _few_values(k), sink, bias, *arguments, *rest)[1:3]
 
 
 def _few_values(k):
@@ -312,7 +312,7 @@ def mean_keys(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features
     values = F.pad(k, (0, _FEW), value=1)
-    out, lse, _, out_lo = with_features.fwd_with_residue(q, k, values, sink, bias, *arguments, *rest)
+    out, lse, _, _, out_lo = with_features.fwd_with_residue(q, k, values, sink, bias, *arguments, *rest)
     out = with_features.unrounded(out, out_lo)
     return out[..., :-_FEW] / out[..., -1:].clamp(min=0.5), lse  # the sum is nearly 1, or 0 in a row without keys
 
@@ -321,10 +321,11 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) ->
     """Returns the weights of all keys in all rows, float32. options: those of `score_arguments`."""
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features
+    lse_lo = None
     if softmax_lse is None:
-        softmax_lse = with_features.fwd_features(q, k, _few_values(k), sink, bias, *arguments, *rest)[1]
+        softmax_lse, lse_lo = _lse_in_two(q, k, _few_values(k), sink, bias, *arguments, *rest)
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=_lse_shape(q, None), device=q.device)
-    return with_features.weights(q, k, softmax_lse, sink, bias, *arguments, *rest)
+    return with_features.weights(q, k, softmax_lse, lse_lo, sink, bias, *arguments, *rest)
 
 
 def column_sums(q: Tensor, k: Tensor, last_rows: int | None, **options: Any) -> Tensor:
@@ -337,15 +338,22 @@ def column_sums(q: Tensor, k: Tensor, last_rows: int | None, **options: Any) -> 
     sink, bias, *rest = features
     values = _few_values(k)
     nothing = q.new_zeros(*q.shape[:-1], values.shape[-1])
-    lse = with_features.fwd_features(q, k, values, sink, bias, *arguments, *rest)[1]
+    lse, lse_lo = _lse_in_two(q, k, values, sink, bias, *arguments, *rest)
     row = torch.arange(q.shape[1], device=q.device)
     end = q.shape[1] if features.seqused_q is None else features.seqused_q[:, None, None]
     counts = torch.ones_like(row, dtype=torch.bool) if last_rows is None else row >= end - last_rows
     bias = _bias_of_each_key(bias, lse, k.shape[1])
     *_, sums = with_features.bwd_features(
-        nothing, q, k, values, nothing, lse, counts.float().expand_as(lse), None, True, sink, bias, *arguments, *rest
-    )
+        nothing, q, k, values, nothing, lse, counts.float().expand_as(lse), None, lse_lo, True, sink, bias, *arguments,
+        *rest,
+    )  # fmt: skip
     return sums.sum(3).flatten(0, 1).float()
+
+
+def _lse_in_two(q, k, v, sink, bias, *arguments):
+    """Returns softmax_lse, and what rounding has taken off it; None for the latter where that does not matter."""
+    _, lse, _, lse_lo = with_features.fwd_features(q, k, v, sink, bias, *arguments)
+    return lse, None if bias is None else lse_lo
 
 
 def _bias_of_each_key(bias, lse, seqlen_k):
@@ -436,7 +444,7 @@ def _call_with_features(op, inputs, features, kind, arguments):
     if _takes_two_calls(op, inputs, options, features):
         out, softmax_lse, row_max = _in_two_calls(op, inputs, options, features)
     else:
-        out, softmax_lse, row_max = op(*inputs, sink, bias, *options, *rest)
+        out, softmax_lse, row_max, *_ = op(*inputs, sink, bias, *options, *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
@@ -461,15 +469,13 @@ def _in_two_calls(op, inputs, options, features):
     exact = isinstance(options, Options) and options.exact_gradients
     if exact:  # rounded outs would spoil the gradients of how much each range counts
         op = with_features.fwd_with_residue
-    if sink is not None:  # +inf would make the lse that of a row without keys
-        sink = sink.clamp(max=torch.finfo(sink.dtype).max)
-    calls = []
-    for each, sink_of_call in zip(with_features.disjoint(ranges), (sink, None), strict=True):
-        out, lse, row_max, *out_lo = op(*inputs, sink_of_call, bias, *options, each, *rest)
-        calls.append((with_features.unrounded(out, *out_lo) if exact else out, lse, row_max))
-    (first, lse, row_max), (second, lse2, row_max2) = calls
-    merged, lse = merge_two(first, lse, second, lse2)
-    return merged.to(inputs[0].dtype), lse, row_max.maximum(row_max2)
+    parts, row_maxima = [], []
+    for each in with_features.disjoint(ranges):
+        out, lse, row_max, lse_lo, *out_lo = op(*inputs, None, bias, *options, each, *rest)
+        parts.append((with_features.unrounded(out, *out_lo) if exact else out, lse, None if bias is None else lse_lo))
+        row_maxima.append(row_max)
+    merged, lse = merge_parts(parts, sink)
+    return merged.to(inputs[0].dtype), lse, torch.maximum(*row_maxima)
 
 
 def _max_logit(row_max):

@@ -202,7 +202,7 @@ def _beyond_fwd_with_residue(args):
 
 
 def _beyond_bwd(args):
-    _, q, _, v, _, _, _, _, _, sink, bias, *arguments = args
+    _, q, _, v, _, _, _, _, _, _, sink, bias, *arguments = args
     return beyond_kernels(q, v, *_split(sink, bias, arguments, Options))
 
 
@@ -218,15 +218,16 @@ def out_fake(q: Tensor, v: Tensor, order: torch.memory_format = torch.preserve_f
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def _results_fake(q, v, row_max, order=torch.preserve_format):
+def _results_fake(q, v, features, order=torch.preserve_format):
     out = out_fake(q, v, order)
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    return out, lse, torch.empty_like(lse) if row_max else lse.new_empty(0)
+    wanted = features.row_max, features.attn_bias is not None
+    return out, lse, *(torch.empty_like(lse) if each else lse.new_empty(0) for each in wanted)
 
 
 def _fwd_fake(q, k, v, sink, bias, *arguments):
     _, features = _split(sink, bias, arguments, Options)
-    return _results_fake(q, v, features.row_max)
+    return _results_fake(q, v, features)
 
 
 def _fwd_reference(q, k, v, sink, bias, *arguments):
@@ -238,32 +239,32 @@ def _fwd_with_residue_fake(q, k, v, sink, bias, *arguments):
     order = torch.preserve_format if k is not None else torch.contiguous_format
     q, _, v = unpack(q, k, v)
     _, features = _split(sink, bias, arguments, Options)
-    out, lse, row_max = _results_fake(q, v, features.row_max, order)
-    return out, lse, row_max, torch.empty_like(out)
+    out, *others = _results_fake(q, v, features, order)
+    return out, *others, torch.empty_like(out)
 
 
 def _fwd_with_residue_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    unrounded, lse, row_max = reference.fwd_features(*(x.float() for x in unpack(q, k, v)), options, features)
+    unrounded, *others = reference.fwd_features(*(x.float() for x in unpack(q, k, v)), options, features)
     out = unrounded.to(q.dtype)
-    return out, lse, row_max, (unrounded - out).to(q.dtype)
+    return out, *others, (unrounded - out).to(q.dtype)
 
 
-def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, wants_dbias, sink, bias, *arguments):
+def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *arguments):
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     dbias = bias.new_empty(bias.shape) if wants_dbias else q.new_empty(0)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsink, dbias
 
 
-def _bwd_reference(dout, q, k, v, out, lse, dlse, out_lo, wants_dbias, sink, bias, *arguments):
+def _bwd_reference(dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
     out = unrounded(out, out_lo)
-    return reference.bwd_features(dout, q, k, v, out, lse, dlse, options, features, wants_dbias)
+    return reference.bwd_features(dout, q, k, v, out, lse, dlse, lse_lo, options, features, wants_dbias)
 
 
 def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
     _, features = _split(sink, bias, arguments, CacheOptions)
-    return _results_fake(q, v_cache, features.row_max)
+    return _results_fake(q, v_cache, features)
 
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
@@ -271,15 +272,17 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
 
 
-def _weights_fake(q, k, lse, *arguments):
+def _weights_fake(q, k, lse, lse_lo, *arguments):
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], k.shape[1], dtype=torch.float32)
 
 
-def _weights_reference(q, k, lse, sink, bias, *arguments):
-    return reference.weights(q, k, lse, *_split(sink, bias, arguments, Options))
+def _weights_reference(q, k, lse, lse_lo, sink, bias, *arguments):
+    return reference.weights(q, k, lse, lse_lo, *_split(sink, bias, arguments, Options))
 
 
-def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor, Tensor]:
+def composed(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention in torch's operations, for second derivatives, tangents and transforms. Warns once that it is slow."""
     _library.warn_once(
         "flash_attn: attention runs as operations of plain torch, with memory quadratic in the sequence, for a second "
@@ -291,19 +294,19 @@ def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Featur
 
 def _fwd_composite(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    out, lse, row_max = composed(q, k, v, options, features)
-    return out, lse, row_max if features.row_max else lse.new_empty(0)
+    out, lse, row_max, lse_lo = composed(q, k, v, options, features)
+    return out, lse, row_max if features.row_max else lse.new_empty(0), lse.new_empty(0) if bias is None else lse_lo
 
 
 def _fwd_with_residue_composite(q, k, v, *arguments):
-    unrounded, lse, row_max = _fwd_composite(q.float(), k.float(), v.float(), *arguments)
+    unrounded, *others = _fwd_composite(q.float(), k.float(), v.float(), *arguments)
     out = unrounded.to(q.dtype)
-    return out, lse, row_max, (unrounded - out).detach().to(q.dtype)
+    return out, *others, (unrounded - out).detach().to(q.dtype)
 
 
 def with_kept_out(
     op: Any, tensors: Sequence[Tensor | None], terms: tuple[Tensor | None, ...], arguments: Sequence[Any]
-) -> tuple[Tensor, tuple[Tensor, Tensor | None], Tensor, Tensor | None]:
+) -> tuple[Tensor, tuple[Tensor, Tensor | None], Tensor, Sequence[Tensor]]:
     """Call a forward op with (q, k, v, *terms, *arguments); also return the out that the backward needs.
 
     The backward subtracts the row sums of dout * out from dP. Where few keys have all the weight of a row, the two
@@ -312,22 +315,22 @@ def with_kept_out(
 
     terms: (sink, bias) of an op with features, or (). arguments: the options, which may lack the last ones, and after
         all of them the features.
-    Returns out in the dtype of q; (out, out_lo), what the backward takes; softmax_lse; and row_max of an op with
-    features, else None.
+    Returns out in the dtype of q; (out, out_lo), what the backward takes; softmax_lse; and (row_max, lse_lo) of an op
+    with features, or an empty sequence.
     """
     q = tensors[0]
     assert q is not None
     if q.dtype in KERNEL_DTYPES:
         if not _library.runs_in_kernel(op.name, q):
             floats = (None if x is None else x.float() for x in tensors)
-            unrounded, lse, *row_max = op.below_autograd(*floats, *terms, *arguments)
-            return unrounded.to(q.dtype), (unrounded, None), lse, row_max[0] if row_max else None
+            unrounded, lse, *others = op.below_autograd(*floats, *terms, *arguments)
+            return unrounded.to(q.dtype), (unrounded, None), lse, others
         if len(arguments) > _EXACT and arguments[_EXACT]:
             terms = terms or (None, None)
-            out, lse, *row_max, out_lo = fwd_with_residue.below_autograd(*tensors, *terms, *arguments)
-            return out, (out, out_lo), lse, row_max[0]
-    out, lse, *row_max = op.below_autograd(*tensors, *terms, *arguments)
-    return out, (out, None), lse, row_max[0] if row_max else None
+            out, lse, *others, out_lo = fwd_with_residue.below_autograd(*tensors, *terms, *arguments)
+            return out, (out, out_lo), lse, others
+    out, lse, *others = op.below_autograd(*tensors, *terms, *arguments)
+    return out, (out, None), lse, others
 
 
 class _Attention(torch.autograd.Function):
@@ -335,14 +338,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
-        out, kept, lse, row_max = with_kept_out(fwd_features, (q, k, v), (sink, bias), arguments)
-        _keep(ctx, (q, k, v, sink, bias, *kept, lse), arguments)
-        ctx.mark_non_differentiable(row_max)
-        return out, lse, row_max
+        out, kept, lse, (row_max, lse_lo) = with_kept_out(fwd_features, (q, k, v), (sink, bias), arguments)
+        _keep(ctx, (q, k, v, sink, bias, *kept, lse, None if bias is None else lse_lo), arguments)
+        ctx.mark_non_differentiable(row_max, lse_lo)
+        return out, lse, row_max, lse_lo
 
     @staticmethod
     def backward(ctx, dout, dlse, *_):
-        q, k, v, sink, bias, out, out_lo, lse, *tensors = ctx.saved_tensors
+        q, k, v, sink, bias, out, out_lo, lse, lse_lo, *tensors = ctx.saved_tensors
         arguments = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]
         if dout is None:
             dout = torch.zeros_like(out, dtype=q.dtype)
@@ -350,7 +353,7 @@ class _Attention(torch.autograd.Function):
 
         def first(dout, dlse, q, k, v, sink, bias):
             *grads, dsink, dbias = bwd_features.below_autograd(
-                dout, q, k, v, out, lse, dlse, out_lo, wants_dbias, sink, bias, *arguments
+                dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *arguments
             )
             return *grads, None if sink is None else dsink, dbias if wants_dbias else None
 
@@ -366,10 +369,10 @@ class _AttentionWithResidue(_Attention):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
-        out, lse, row_max, out_lo = fwd_with_residue.below_autograd(q, k, v, sink, bias, *arguments)
-        _keep(ctx, (q, k, v, sink, bias, out, out_lo, lse), arguments)
-        ctx.mark_non_differentiable(row_max, out_lo)
-        return out, lse, row_max, out_lo
+        out, lse, row_max, lse_lo, out_lo = fwd_with_residue.below_autograd(q, k, v, sink, bias, *arguments)
+        _keep(ctx, (q, k, v, sink, bias, out, out_lo, lse, None if bias is None else lse_lo), arguments)
+        ctx.mark_non_differentiable(row_max, lse_lo, out_lo)
+        return out, lse, row_max, lse_lo, out_lo
 
 
 def _keep(ctx, saved, arguments):
@@ -385,7 +388,9 @@ _FEATURES = schema.arguments(Features, start=2)
 _OPTIONS = f"{_TERMS}, {schema.arguments(Options)}, {_FEATURES}"
 _CACHE_OPTIONS = f"{_TERMS}, {schema.arguments(CacheOptions)}, {_FEATURES}"
 _EXACT = Options._fields.index("exact_gradients")
-_RESULTS = "(Tensor out, Tensor softmax_lse, Tensor row_max)"
+# row_max is empty if it is not wanted; so is lse_lo without a bias. lse_lo is what rounding has taken off softmax_lse:
+# where all keys that a row sees have a bias of -1e9, the logarithm of how many they are.
+_RESULTS = "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor lse_lo)"
 _K_OF_CACHE = 5 + CacheOptions._fields.index("k")  # its place among the arguments of fwd_kvcache_features
 
 fwd_features = _library.define(
@@ -403,7 +408,7 @@ fwd_features = _library.define(
 # gradients, and for results that the rounding would spoil.
 fwd_with_residue = _library.define(
     f"fwd_with_residue(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> "
-    "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor out_lo)",
+    "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor lse_lo, Tensor out_lo)",
     reference=_fwd_with_residue_reference,
     fake=_fwd_with_residue_fake,
     kernel_dtypes=KERNEL_DTYPES,
@@ -415,16 +420,18 @@ fwd_with_residue = _library.define(
 
 bwd_features = _library.define(
     f"bwd_features(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? dlse, "
-    f"Tensor? out_lo, bool wants_dbias, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)",
+    f"Tensor? out_lo, Tensor? lse_lo, bool wants_dbias, {_OPTIONS}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)",
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_bwd,
 )
 
-# The weights of all keys in all rows of a dense batch; softmax_lse is what fwd_features returns for these arguments.
+# The weights of all keys in all rows of a dense batch; softmax_lse and lse_lo are what fwd_features returns for these
+# arguments.
 weights = _library.define(
-    f"weights(Tensor q, Tensor k, Tensor softmax_lse, {_OPTIONS}) -> Tensor",
+    f"weights(Tensor q, Tensor k, Tensor softmax_lse, Tensor? lse_lo, {_OPTIONS}) -> Tensor",
     reference=_weights_reference,
     fake=_weights_fake,
     announces=False,

@@ -18,8 +18,10 @@ from .mask import Mask, mask_of
 from .options import Features, Options
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, softmax_lse and row_max, as `fwd_features` in flash_attn.py does; row_max has no derivative."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns what `fwd_features` in flash_attn.py does, with row_max and lse_lo, which have no derivative."""
     options.check()
     parts = sequence.parts(
         q, k, options.cu_seqlens_q, options.cu_seqlens_k, options.seqused_k, options.leftpad_k, options.block_table,
@@ -29,24 +31,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Featu
     paged = options.block_table is not None
     rows = q[None] if packed else q
     keys, values = (x[None] if packed and not paged else x for x in (k, v))
-    outs, lses, tops = [], [], []
+    outs, lses, tops, los = [], [], [], []
     for i, part in enumerate(parts):
-        out, lse, top = _part(part, rows, keys, values, options, features)
+        out, lse, top, lo = _part(part, rows, keys, values, options, features)
         stop = (parts[i + 1].q[1].start if i + 1 < len(parts) else q.shape[0]) if packed else q.shape[1]
         more = stop - part.q[1].stop
         outs.append(F.pad(out, (0, 0, 0, 0, 0, more)))
         lses.append(F.pad(lse, (0, more), value=math.inf))
         tops.append(F.pad(top, (0, more), value=-math.inf))
+        los.append(F.pad(lo, (0, more)))
     if not parts:
         lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf)
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse, -lse
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse, -lse, torch.zeros_like(lse)
     out = torch.cat(outs, 1 if packed else 0)
-    lse, top = (torch.cat(x, -1 if packed else 0) for x in (lses, tops))
-    return (out[0], lse[0], top[0]) if packed else (out, lse, top)
+    lse, top, lo = (torch.cat(x, -1 if packed else 0) for x in (lses, tops, los))
+    return (out[0], lse[0], top[0], lo[0]) if packed else (out, lse, top, lo)
 
 
 def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple:
-    """Returns out (entries, seqlen_q, heads, any), lse and row_max (entries, heads, seqlen_q) of one part."""
+    """Returns out (entries, seqlen_q, heads, any), lse, row_max and lse_lo (entries, heads, seqlen_q) of one part."""
     batch, heads, heads_k = q.shape[0], q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows, cols = range(part.seqlen_q), range(part.seqlen_k)
@@ -56,7 +59,7 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
         if features.learnable_sink is not None:
             lse = features.learnable_sink.to(dtype)[:, None].expand_as(lse)
             lse = lse.masked_fill(lse == -math.inf, math.inf)
-        return q.new_zeros(part.num_entries, len(rows), heads, v.shape[-1]), lse, top
+        return q.new_zeros(part.num_entries, len(rows), heads, v.shape[-1]), lse, top, torch.zeros_like(top)
     group = Group(part, slice(0, heads_k), heads_k, len(rows), len(cols))
     mask = mask_of(Mask(len(rows), len(cols), options.window_left, options.window_right), features, group, q.device)
     q_rows = part.rows(q).to(dtype).unflatten(2, (heads_k, -1))
@@ -75,19 +78,23 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
     empty = hidden.all(-1)
     s = s.masked_fill(hidden & ~empty[..., None], -math.inf)  # finite in empty rows: their gradient must not be nan
     top = s.detach().amax(-1).masked_fill(empty, -math.inf)
-    lse = s.logsumexp(-1)
+    shift = top.masked_fill(empty, 0)  # scores are taken relative to it: where it is large, their differences are exact
+    sink = None
     if features.learnable_sink is not None:
         sink = group.per_head(features.learnable_sink.to(dtype))[..., None]
-        lse = torch.where(empty, sink, torch.logaddexp(lse.masked_fill(empty, 0), sink))
-        p = (s - lse[..., None]).exp().masked_fill(hidden, 0)
-        lse = lse.masked_fill(lse == -math.inf, math.inf)
-    else:
-        p = (s - lse[..., None]).exp().masked_fill(hidden, 0)
-        lse = lse.masked_fill(empty, math.inf)
+        shift = torch.where(sink.isinf(), shift, torch.where(empty, sink, torch.maximum(shift, sink))).detach()
+    s = s - shift[..., None]
+    log_sum = s.logsumexp(-1)
+    if sink is not None:
+        log_sum = torch.where(empty, sink - shift, torch.logaddexp(log_sum.masked_fill(empty, 0), sink - shift))
+    p = (s - log_sum[..., None]).exp().masked_fill(hidden, 0)
+    lse = shift + log_sum
+    lo = ((shift - lse) + log_sum).detach().masked_fill(lse.isinf() | empty, 0)
+    lse = lse.masked_fill(empty if sink is None else lse == -math.inf, math.inf)
     if options.dropout_p > 0 and options.rng_state is not None:
         numbers = torch.arange(part.entries.stop * heads, device=q.device)
         keep = keep_mask(options.rng_state, options.dropout_p, group.per_head(numbers.view(-1, heads)), rows, cols)
         p = p * keep / (1 - options.dropout_p)
     out = torch.einsum("bhgij,bjhd->bihgd", p.unflatten(0, (-1, heads_k)), values)
-    lse, top = (x.unflatten(0, (-1, heads_k)).flatten(1, 2) for x in (lse, top))
-    return out.flatten(2, 3).to(q.dtype), lse, top
+    lse, top, lo = (x.unflatten(0, (-1, heads_k)).flatten(1, 2) for x in (lse, top, lo))
+    return out.flatten(2, 3).to(q.dtype), lse, top, lo

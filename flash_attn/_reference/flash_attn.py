@@ -50,11 +50,12 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tens
 
 def fwd_features(
     q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fwd` with features.
 
-    Returns out, softmax_lse, which counts the sink, and the largest score of each row before the sink, -inf for a row
-    that sees no key; the latter is shaped like softmax_lse, or empty if it is not wanted.
+    Returns out; softmax_lse, which counts the sink; row_max, the largest score of each row before the sink, -inf for a
+    row that sees no key; and lse_lo, what rounding has taken off softmax_lse. The last two are shaped like softmax_lse,
+    but row_max is empty if it is not wanted, and lse_lo without a bias.
     """
     sequence.require_matching_shapes(q, k, v)
     return _attend(q, k, v, _parts(q, k, options, features), options, features)
@@ -75,9 +76,11 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     return s_dmask
 
 
-def weights(q: Tensor, k: Tensor, softmax_lse: Tensor, options: Options, features: Features) -> Tensor:
+def weights(
+    q: Tensor, k: Tensor, softmax_lse: Tensor, lse_lo: Tensor | None, options: Options, features: Features
+) -> Tensor:
     """Returns P(i, j) without dropout, fp32 (batch, heads, seqlen_q, seqlen_k), 0 where a row does not see a key."""
-    lse = _per_row(softmax_lse)
+    lse, lo = _per_row(softmax_lse), None if lse_lo is None else _per_row(lse_lo)
     p = lse.new_zeros(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     for group in groups(q, k, _parts(q, k, options, features)):
         scores = Scores(options, features, group, q)
@@ -87,7 +90,10 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor, options: Options, feature
             q_rows = group.load_rows(q, rows, lse.dtype) * options.softmax_scale
             for cols in group.col_blocks(scores.mask.keys(rows)):
                 s, _ = scores.compute(q_rows, _at(keys, cols), rows, cols)
-                s.sub_(group.load_rows(lse, rows, lse.dtype)).exp_()
+                s.sub_(group.load_rows(lse, rows, lse.dtype))
+                if lo is not None:
+                    s.sub_(group.load_rows(lo, rows, lse.dtype))
+                s.exp_()
                 scores.hide_(s, rows, cols, 0)
                 target = by_pair[..., rows.start : rows.stop, cols.start : cols.stop]
                 target.copy_(s.view(target.shape))
@@ -135,9 +141,11 @@ def bwd(
 
 def bwd_features(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
-    options: Options, features: Features, wants_dbias: bool,
+    lse_lo: Tensor | None, options: Options, features: Features, wants_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `fwd_features`: (dq, dk, dv, dsink, dbias). The last two are empty if there is none.
+
+    lse_lo: as `fwd_features` returns it; None: softmax_lse counts as exact.
 
     dsink_h = - sum over the rows of head h of exp(sink_h - lse_i) delta_i
     dbias   = dS before the factor of softcap, summed in fp32 along the dimensions that were broadcast
@@ -148,9 +156,12 @@ def bwd_features(
     total = None
     if bias is not None and wants_dbias:
         total = torch.zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32), device=q.device)
-    delta, _ = _differentiate(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, features, total)
+    delta, _ = _differentiate(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, features, total, lse_lo)
     if sink is not None:
-        share = (sink.to(softmax_lse.dtype)[:, None] - softmax_lse).exp().masked_fill(softmax_lse == math.inf, 0)
+        share = sink.to(softmax_lse.dtype)[:, None] - softmax_lse
+        if lse_lo is not None:
+            share -= lse_lo
+        share = share.exp().masked_fill(softmax_lse == math.inf, 0)
         rows = [dim for dim in range(delta.dim()) if dim != delta.dim() - 2]
         dsink = -(share * delta).sum(rows).to(sink.dtype)
     if bias is not None and total is not None:
@@ -161,7 +172,7 @@ def bwd_features(
 def _differentiate(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
     dq: Tensor, dk: Tensor, dv: Tensor, options: Options, features: Features = _NO_FEATURES,
-    dbias: Tensor | None = None,
+    dbias: Tensor | None = None, lse_lo: Tensor | None = None,
 ) -> tuple[Tensor, list[sequence.Part]]:  # fmt: skip
     """Write dq, dk and dv, and add to dbias. Returns delta, shaped like softmax_lse, and the parts."""
     if options.block_table is not None:
@@ -177,7 +188,7 @@ def _differentiate(
     plain = features.none_but_sink()  # then torch's operator may serve: lse already counts the sink
     others = [part for part in parts if not (plain and fused.backward(part, options, *tensors))]
     for group in groups(inputs[0], inputs[1], others, without_keys=features.learnable_sink is not None):
-        _backward(group, options, features, dbias, *tensors)
+        _backward(group, options, features, dbias, None if lse_lo is None else _per_row(lse_lo), *tensors)
     return delta, parts
 
 
@@ -206,7 +217,7 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
 
 def fwd_kvcache_features(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions, features: Features
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fwd_kvcache` with features. Returns what `fwd_features` does.
 
     Queries are rotated by rows cache_seqlens + i also with chunks or key_ranges, and in entries that are causal.
@@ -294,14 +305,15 @@ def _append_(
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options: Options, features: Features = _NO_FEATURES
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, softmax_lse and row_max. A row in no part gets 0, +inf and -inf."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns out, softmax_lse, row_max and lse_lo. A row in no part gets 0, +inf, -inf and 0."""
     sink, plain = features.learnable_sink, features.none_but_sink()
     out = torch.zeros_like(q) if v.shape[-1] == q.shape[-1] else q.new_zeros(*q.shape[:-1], v.shape[-1])
     if sink is not None:  # the sink scales out, which must be rounded only after that
         out = out.to(_accumulator(q))
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
     row_max = torch.full_like(softmax_lse, -math.inf) if features.row_max else softmax_lse.new_empty(0)
+    lse_lo = torch.zeros_like(softmax_lse) if features.attn_bias is not None else softmax_lse.new_empty(0)
     tensors: Any = (*(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse))
     others = []
     for part in parts:
@@ -309,14 +321,15 @@ def _attend(
             others.append(part)
         elif sink is not None:
             _add_sink_(sink, part, *tensors[3:])
+    more = [_per_row(x) if x.numel() else None for x in (row_max, lse_lo)]
     for group in groups(tensors[0], tensors[1], others, without_keys=sink is not None):
-        _forward(group, options, features, _per_row(row_max) if features.row_max else None, *tensors)
-    return out.to(q.dtype), softmax_lse, row_max
+        _forward(group, options, features, *more, *tensors)
+    return out.to(q.dtype), softmax_lse, row_max, lse_lo
 
 
 def _forward(
-    group: Group, options: Options, features: Features, row_max: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, softmax_lse: Tensor,
+    group: Group, options: Options, features: Features, row_max: Tensor | None, lse_lo: Tensor | None, q: Tensor,
+    k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
 ) -> None:  # fmt: skip
     scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
@@ -338,15 +351,29 @@ def _forward(
             total.mul_(shrink).add_(p.sum(-1, keepdim=True))
             keep = scores.keep(rows, cols, dtype)
             _add_product_(o.mul_(shrink), p if keep is None else p.mul_(keep), _at(v, cols), finite)
-        lse = (top + total.log()).masked_fill_(~(total > 0), math.inf)
-        o.div_(total.masked_fill_(total == 0, 1))
-        if sinks is not None:
-            lse, share = _with_sink(lse, sinks[..., None].expand(-1, -1, len(rows)).flatten(1)[..., None])
-            o.mul_(share)
-        group.store_rows(softmax_lse, rows, lse)
-        group.store_rows(out, rows, o)
         if row_max is not None:
             group.store_rows(row_max, rows, top)
+        if sinks is not None:
+            top, total = _add_sinks_(o, top, total, sinks[..., None].expand(-1, -1, len(rows)).flatten(1)[..., None])
+        seen = total > 0
+        lse = (top + total.log()).masked_fill_(~seen, math.inf)
+        o.div_(total.masked_fill(~seen, 1))
+        group.store_rows(softmax_lse, rows, lse)
+        group.store_rows(out, rows, o)
+        if lse_lo is not None:
+            group.store_rows(lse_lo, rows, (top - lse).add_(total.log()).masked_fill_(lse.isinf(), 0))
+
+
+def _add_sinks_(o: Tensor, top: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Count the sink of each row as one more key of value 0. Returns the row's maximum, and its sum relative to that.
+
+    o: relative to `top`, changed to be relative to the new maximum. A sink of +inf leaves the keys no weight.
+    """
+    above = torch.maximum(top, sinks)
+    shift = above.masked_fill(above.isinf(), 0)
+    shrink = (top - shift).exp_().masked_fill_(above == math.inf, 0)
+    o.mul_(shrink)
+    return above, (total * shrink).add_((sinks - shift).exp_())
 
 
 def _add_sink_(sink: Tensor, part: sequence.Part, out: Tensor, softmax_lse: Tensor) -> None:
@@ -367,9 +394,9 @@ def _with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    group: Group, options: Options, features: Features, dbias: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, dout: Tensor, softmax_lse: Tensor, dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor,
+    group: Group, options: Options, features: Features, dbias: Tensor | None, lse_lo: Tensor | None, q: Tensor,
+    k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor, dlse: Tensor | None, delta: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
@@ -383,13 +410,14 @@ def _backward(
         if dlse is not None:
             shift -= group.load_rows(dlse, rows, dtype)
         shift.masked_fill_(lse == math.inf, 0)
+        lo = None if lse_lo is None else group.load_rows(lse_lo, rows, dtype)
         group.store_rows(delta, rows, shift)
         finite = finite_keys and _all_finite(q_rows) and _all_finite(dout_rows)
         dq_rows = torch.zeros_like(q_rows)
         for cols in group.col_blocks(scores.mask.keys(rows)):
             k_cols, v_cols = _at(k, cols), _at(v, cols)
             s, slope = scores.compute(q_rows, k_cols, rows, cols)
-            p = s.sub_(lse).exp_()
+            p = (s.sub_(lse) if lo is None else s.sub_(lse).sub_(lo)).exp_()
             scores.hide_(p, rows, cols, 0)
             keep = scores.keep(rows, cols, dtype)
             ds = torch.bmm(dout_rows, v_cols.mT)

@@ -204,7 +204,7 @@ def _attention_fwd_features(q, k, v, sink, bias, *options, **others):
 
 @register_flop_formula([_ops.bwd_features, _ops.bwd_features_reference], get_raw=True)
 def _attention_bwd_features(
-    dout, q, k, v, out, softmax_lse, dlse, out_lo, wants_dbias, sink, bias, *options, **others
+    dout, q, k, v, out, softmax_lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *options, **others
 ):  # fmt: skip
     results = dout, q, k, v, out, softmax_lse, dlse, out_lo, None, None, None
     return _attention_bwd(*results, *options, **others)

@@ -38,6 +38,8 @@ template <typename T>
 float2 unpack(uint32_t packed) {
   return {widened<T>(packed & 0xFFFF), widened<T>(packed >> 16)};
 }
+inline float at_most_zero(float x) { return x > 0 ? 0 : x; }
+
 template <typename T>
 uint32_t clamp_below(uint32_t packed) {
   const float2 x = unpack<T>(packed);
