@@ -69,9 +69,11 @@ def exact(q, k, v, bias, dout, causal):
 
 
 def assert_gradients(found, expected, stored, rows):
-    """That (dq, dk, dv, dbias) are as exact as those of an out that is stored in 16 bits."""
+    """That (dq, dk, dv, dbias) err at most twice as much as those of an out that is stored in 16 bits, rounded."""
     for name, grad, each, plain in zip(("dq", "dk", "dv", "dbias"), found, expected, stored, strict=True):
-        assert_error_ratio(grad, each, plain, plus=unavoidable(each, grad.dtype, terms=8 * rows), name=name)
+        assert_error_ratio(
+            grad, each, plain.to(grad.dtype), plus=unavoidable(each, grad.dtype, terms=8 * rows), name=name
+        )
 
 
 @pytest.fixture(params=[False, True], ids=["hopper", "portable"])
