@@ -239,7 +239,11 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
 const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semaphores, int64_t key_sums,
                              int64_t* offsets) {
   static float memory[1];
-  const BwdScratchSizes sizes{dq_accum, row_values, semaphores, key_sums};
+  const BwdScratchSizes sizes{.dq_accum = dq_accum,
+                              .row_values = row_values,
+                              .num_row_values = 2,
+                              .semaphores = semaphores,
+                              .key_sums = key_sums};
   BwdPlan plan = BwdSm90Plan{};
   Problem problem{};
   use_scratch(problem, plan, sizes, memory);

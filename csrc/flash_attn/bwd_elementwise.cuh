@@ -48,9 +48,14 @@ __device__ void hide_unseen(Fragment<kRows, kCols>& s, int key0, Seen&& seen) {
   }
 }
 
-// Adds the bias to scores.
-template <typename T, int kRows, int kCols>
-__device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask& mask, const ScorePlace& place) {
+// A score with its bias, less lse: exact where a large bias has absorbed the digits of both. Exact scores are at most
+// lse; rounding may push one beyond it, and its probability far beyond 1, so the difference is clamped.
+__device__ inline float relative_score(float score, float lse) { return ptx::at_most_zero(score - lse); }
+
+// Adds the bias to scores, and takes lse off them. lse(c): of columns c and c + 1 of the lane.
+template <typename T, int kRows, int kCols, typename Lse>
+__device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask& mask, const ScorePlace& place,
+                         Lse&& lse) {
   const int64_t start = row_start(bias.rows, place.entry, place.head, place.first_token);
   with_type<T>(bias, [&](auto type) {
     using Element = decltype(type);
@@ -61,6 +66,7 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
 #pragma unroll
     for (int c = 0; c < s.kLaneCols; c += 2) {
       if (c * s.kLaneRows % kLoads == 0) __syncwarp();
+      const float2 of_rows = lse(c);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const bool row_exists = row0 + c / 2 * 8 + i < mask.seqlen_q;
@@ -74,6 +80,7 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
           } else {
             score += static_cast<float>(element);
           }
+          score = relative_score(score, i == 0 ? of_rows.x : of_rows.y);
         }
         row += (i == 0 ? 1 : 7) * bias.rows.seqlen;
       }
@@ -81,23 +88,28 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
   });
 }
 
-// lse of two rows, and log2(e) times its rounding error.
-struct TwoLse {
-  float2 lse, lo_log2;
-};
-
-// exp(score - lse), where lo_log2 is log2(e) times the rounding error of lse. Exact scores are at most lse; where a
-// large bias has absorbed their digits, rounding may push them beyond it, and the result far beyond 1, so it is
-// clamped.
-__device__ inline float probability(float score, float lse, float lo_log2) {
-  return ptx::exp2(ptx::at_most_zero((score - lse) * kLog2e - lo_log2));
+// The same from products, with the bias in registers.
+template <typename T, int kRows, int kCols, typename Lse>
+__device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale, const PackedFragment<T, kRows, kCols>& bias,
+                              Lse&& lse) {
+#pragma unroll
+  for (int c = 0; c < s.kLaneCols; c += 2) {
+    const float2 of_rows = lse(c);
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) {
+      const float2 pair = ptx::unpack<T>(bias.pair(r, c / 2));
+      s(r, c) = relative_score(s(r, c) * scale + pair.x, of_rows.x);
+      s(r, c + 1) = relative_score(s(r, c + 1) * scale + pair.y, of_rows.y);
+    }
+  }
 }
 
 // Turns scores, already capped if there is a softcap, into P^T. hide() sets those of keys that a row does not see to
-// -inf. lse(c), of columns c and c + 1 of the lane: log2(e) lse with plain scores, otherwise TwoLse.
-template <typename T, Features kFeatures, int kRows, int kCols, typename Hide, typename Lse>
+// -inf. Of columns c and c + 1 of the lane, lse_log2(c) is log2(e) lse or, with a bias, log2(e) times its rounding
+// error; and lse(c), with a bias, is lse, which is taken off the scores when the bias is added.
+template <typename T, Features kFeatures, int kRows, int kCols, typename Hide, typename LseLog2, typename Lse>
 __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, const Mask& mask,
-                                   const ScorePlace& place, Hide&& hide, Lse&& lse) {
+                                   const ScorePlace& place, Hide&& hide, LseLog2&& lse_log2, Lse&& lse) {
   if (kFeatures == Features::kAll && p.alibi_slopes != nullptr) {
     const float slope = alibi_slope(p, place.entry, place.head);
     float slopes[s.kLaneRows];
@@ -109,21 +121,16 @@ __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, 
     }
     subtract_distance(s, slopes, own_rows, place.row0);
   }
-  if (kFeatures == Features::kAll && p.bias.data != nullptr) add_bias<T>(s, p.bias, mask, place);
+  if (kFeatures == Features::kAll && p.bias.data != nullptr) add_bias<T>(s, p.bias, mask, place, lse);
   hide();
   const float scale_log2 = score_scale_log2<kFeatures>(p);
 #pragma unroll
   for (int c = 0; c < s.kLaneCols; c += 2) {
-    const auto two = lse(c);
+    const float2 of_rows = lse_log2(c);
 #pragma unroll
     for (int r = 0; r < s.kLaneRows; ++r) {
-      if constexpr (kHasPlainScores<kFeatures>) {
-        s(r, c) = ptx::exp2(s(r, c) * scale_log2 - two.x);
-        s(r, c + 1) = ptx::exp2(s(r, c + 1) * scale_log2 - two.y);
-      } else {
-        s(r, c) = probability(s(r, c), two.lse.x, two.lo_log2.x);
-        s(r, c + 1) = probability(s(r, c + 1), two.lse.y, two.lo_log2.y);
-      }
+      s(r, c) = ptx::exp2(s(r, c) * scale_log2 - of_rows.x);
+      s(r, c + 1) = ptx::exp2(s(r, c + 1) * scale_log2 - of_rows.y);
     }
   }
 }

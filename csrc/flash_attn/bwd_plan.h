@@ -57,8 +57,8 @@ struct BwdCommonPlan {
                            // rounds
   // (heads of all entries, rows_per_head), padded so that TMA can copy whole row blocks; null for bwd_sm80.cuh. Rows
   // that see no key or do not exist have +inf and 0, which make their probabilities and gradients 0.
-  float* lse_log2 = nullptr;  // log2(e) times lse; with scores that are not plain, log2(e) times its rounding error
-  float* lse = nullptr;       // with scores that are not plain: lse
+  float* lse_log2 = nullptr;  // log2(e) times lse; with a bias, log2(e) times its rounding error
+  float* lse = nullptr;       // with a bias: lse
   float* softmax_d = nullptr;
 };
 

@@ -238,7 +238,7 @@ inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
   return {plan, {.dq_accum = dq_accum_size(p), .semaphores = plan.waits ? num_semaphores(p) : 0}};
 }
 
-inline BwdChoice plan_bwd_sm90(const Problem& p, Features features, const BwdHints& hints) {
+inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   BwdSm90Plan plan{};
   plan.in_order = hints.deterministic;
   plan.rounds_dq = rounds_dq(p, plan.in_order);
@@ -256,16 +256,15 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, Features features, const BwdHin
   return {plan,
           {.dq_accum = dq_accum_size(p),
            .row_values = heads_of_all_entries(p) * plan.scratch.rows_per_head,
-           .num_row_values = has_plain_scores(features) ? 2 : 3,
+           .num_row_values = p.bias.data == nullptr ? 2 : 3,
            .semaphores = plan.waits ? num_semaphores(p) : 0,
            .key_sums = plan.shares > 1 ? key_sums_size(p, plan.shares) : 0}};
 }
 
 // Chooses the kernel and the plan of a problem, and says how much scratch it takes.
 inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
-  const Features features = built_bwd_features(instance_on_sm90(p.problem), features_of<BwdSm90Plan>(p));
   BwdChoice choice =
-      hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, features, hints) : plan_bwd_sm80(p.problem, hints);
+      hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
   add_ranges(choice.scratch, p.problem, padded_rows_per_head(p.problem));
   return choice;
 }

@@ -106,7 +106,7 @@ struct BwdShared {
   Weights ds[Config::kDelaysDq ? 2 : 1];  // P^T for the key team, then dS^T; two stages, as dQ is a step late
   [[no_unique_address]] std::conditional_t<Config::kSplits == 1, Nothing, Weights> p;  // P^T, for dV
   alignas(16) float lse[Config::kStages][kBlockM];
-  [[no_unique_address]] std::conditional_t<kHasPlainScores<Config::kFeatures>, NoRowValues, RowValues> lse_lo;
+  [[no_unique_address]] std::conditional_t<Config::kPlain, NoRowValues, RowValues> lse_lo;
   float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
@@ -231,11 +231,12 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   const bool is_live =
       has_ranges<Config::kFeatures>(p.problem) ? sees_keys(row) : shared.live_rows.covers({row0 + row, row0 + row});
   if (threadIdx.x < kBlockM) {
-    const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
-    ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, is_live);
-    if constexpr (!kHasPlainScores<Config::kFeatures>) {
-      const float* lse_lo = p.lse_lo == nullptr ? lse : lse + (p.lse_lo - p.softmax_lse);
-      ptx::copy_word_async(ptx::shared_address(&shared.lse_lo[stage][row]), lse_lo, is_live && p.lse_lo != nullptr);
+    const int64_t index = row_index(p.problem, span, rows.head) + row0 + row;
+    ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), p.softmax_lse + index, is_live);
+    if constexpr (!Config::kPlain) {
+      const bool has_lo = p.lse_lo != nullptr;
+      const float* lse_lo = has_lo ? p.lse_lo : p.softmax_lse;
+      ptx::copy_word_async(ptx::shared_address(&shared.lse_lo[stage][row]), lse_lo + index, is_live && has_lo);
     }
   } else if (threadIdx.x < 2 * kBlockM) {
     const float* softmax_d = softmax_d_of(p, span, shared.work.entry, rows.head) + row0 + row;
@@ -312,16 +313,18 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
     const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
     if (cut) hide_rows(s, mask, place);
   };
-  make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
-    const int row = share.row0 + s.col(c);
-    const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][row]);
-    if constexpr (kHasPlainScores<Config::kFeatures>) {
-      return float2{lse.x * kLog2e, lse.y * kLog2e};
-    } else {
-      const float2 lo = *reinterpret_cast<const float2*>(&shared.lse_lo[stage][row]);
-      return TwoLse{lse, {lo.x * kLog2e, lo.y * kLog2e}};
+  const auto row_values = [&](const float (&values)[Config::kBlockM], int c) {
+    return *reinterpret_cast<const float2*>(&values[share.row0 + s.col(c)]);
+  };
+  const auto lse = [&](int c) { return row_values(shared.lse[stage], c); };
+  const auto lse_log2 = [&](int c) {
+    float2 row = lse(c);
+    if constexpr (!Config::kPlain) {
+      if (p.problem.bias.data != nullptr) row = row_values(shared.lse_lo[stage], c);
     }
-  });
+    return float2{row.x * kLog2e, row.y * kLog2e};
+  };
+  make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, mask, place, hide, lse_log2, lse);
   if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p.problem, place);
 }
 

@@ -49,8 +49,8 @@ struct RowRing {
   __device__ float* values_of(const Cursor& at) { return values[at.round % Config::kValueRounds][at.stage]; }
 };
 
-// With scores that are not plain: lse of each row of a tile, beside its rounding error, which comes with Q. It lies
-// apart since RowRing, whose tiles are aligned to 1024 bytes, would grow by as much.
+// With a bias: lse of each row of a tile, beside its rounding error, which comes with Q. It lies apart since RowRing,
+// whose tiles are aligned to 1024 bytes, would grow by as much.
 template <typename Config>
 struct LseRing {
   alignas(16) float values[Config::kValueRounds][Config::kStages][Config::kBlockM];
@@ -61,9 +61,7 @@ struct LseRing {
   }
 };
 
-struct NoLseRing {
-  static constexpr int kBytes = 0;
-};
+struct NoLseRing {};
 template <typename Config>
 using LseRingOf = std::conditional_t<kHasPlainScores<Config::kFeatures>, NoLseRing, LseRing<Config>>;
 

@@ -181,18 +181,18 @@ struct BwdConsumer {
   // Turns S^T (in instances of kAll already scaled and capped) into P^T.
   __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
     const ScorePlace place = place_of(head, rows);
+    const auto lse_log2 = [&](int c) { return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]); };
     const auto lse = [&](int c) {
-      const float2 log2 = *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]);
       if constexpr (kHasPlainScores<Config::kFeatures>) {
-        return log2;
+        return float2{};
       } else {
-        return TwoLse{*reinterpret_cast<const float2*>(&shared.lse.values_of(at)[s.col(c)]), log2};
+        return *reinterpret_cast<const float2*>(&shared.lse.values_of(at)[s.col(c)]);
       }
     };
     if constexpr (kBiased) {
       const auto bias =
           load_transposed<T, Config::kBlockM>(shared.bias.tiles[at.stage], key0, has_one_row(p.problem.bias.rows));
-      scale_and_add(s, p.problem.softmax_scale, bias);
+      scale_and_add(s, p.problem.softmax_scale, bias, lse);
     }
     const auto hide = [&] {
       if (has_ranges<Config::kFeatures>(p.problem)) {
@@ -202,7 +202,7 @@ struct BwdConsumer {
       }
       if (!whole_blocks.covers(rows.first / Config::kBlockM)) hide_rows(s, block.mask, place);
     };
-    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse);
+    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse_log2, lse);
   }
 
   // Stores dV or dK, scaled and rounded, to the channels from `channel` on in global memory; or, where others share the

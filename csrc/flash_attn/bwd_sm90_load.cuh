@@ -45,10 +45,16 @@ __device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const KeyBlock
   }
 }
 
-// One lane starts the copy of lse of the rows of a tile, if there is a ring for it. It counts at the barrier of Q.
+// With a bias: the bytes of lse of the rows of a tile. One lane starts the copy, which counts at the barrier of Q.
+template <typename Config>
+__device__ int bytes_of_lse(const BwdSm90Launch& p) {
+  if constexpr (kHasPlainScores<Config::kFeatures>) return 0;
+  return p.problem.bias.data == nullptr ? 0 : LseRing<Config>::kBytes;
+}
 template <typename Config, typename Shared>
 __device__ void load_lse(const BwdSm90Launch& p, Shared& shared, int64_t index, const RingCursor<Config::kStages>& at) {
   if constexpr (!kHasPlainScores<Config::kFeatures>) {
+    if (p.problem.bias.data == nullptr) return;
     ptx::copy_bytes_async(ptx::shared_address(shared.lse.values_of(at)), p.plan.lse + index, shared.lse.kBytes,
                           shared.q.barriers.full[at.stage]);
   }
@@ -83,7 +89,7 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
     };
     const int bytes_of_bias = BiasTilesOf<Config>::bytes(p.problem.bias.rows);
     load(shared.q, p.q_map, p.plan.lse_log2,
-         LseRingOf<Config>::kBytes + bytes_of_bias + (cut ? SeenRingOf<Config>::kBytes : 0));
+         bytes_of_lse<Config>(p) + bytes_of_bias + (cut ? SeenRingOf<Config>::kBytes : 0));
     load_bias_of_rows(p, shared, block, head, row0, at);
     if (starts_copies<Config>()) load_lse<Config>(p, shared, index, at);
     if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);

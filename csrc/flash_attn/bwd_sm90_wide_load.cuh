@@ -63,7 +63,7 @@ __device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared
       }
       ptx::copy_bytes_async(ptx::shared_address(ring.values_of(at)), values + index, ring.kValueBytes, here);
     };
-    load(shared.q, p.q_map, p.plan.lse_log2, LseRingOf<Config>::kBytes + (cut ? SeenRingOf<Config>::kBytes : 0));
+    load(shared.q, p.q_map, p.plan.lse_log2, bytes_of_lse<Config>(p) + (cut ? SeenRingOf<Config>::kBytes : 0));
     if (starts_copies<Config>()) load_lse<Config>(p, shared, index, at);
     if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);
     load(shared.dout, p.dout_map, p.plan.softmax_d, 0);

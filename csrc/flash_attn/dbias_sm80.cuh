@@ -292,7 +292,8 @@ struct DbiasSum {
       for (int r = 0; r < s.kLaneRows; ++r) rows[r] = row_of(x, r);
       hide(s, x.mask, rows, x.key0 + warp_key(), -INFINITY);
     }
-    s.for_each([&](float& score, int r, int) { score = probability(score, lse[r], lo_log2[r]); });
+    s.for_each(
+        [&](float& score, int r, int) { score = ptx::exp2(relative_score(score, lse[r]) * kLog2e - lo_log2[r]); });
   }
 
   // sum += P (dP - softmax_d). Hidden scores, whose P is 0, are left out: their dP may be NaN.

@@ -109,12 +109,6 @@ Features features_of(const FwdParams& p) {
   return features_of<Plan>(p.problem, plain);
 }
 
-// The features of the backward's instance for a head dim: beyond 256 channels it is compiled with all features only,
-// since elementwise steps take a small share of the time there.
-constexpr Features built_bwd_features(int head_dim, Features features) {
-  return head_dim <= 256 ? features : Features::kAll;
-}
-
 inline bool all_aligned(const BwdParams& p) {
   const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
   return is_aligned(p.dout, head_dim_v) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&

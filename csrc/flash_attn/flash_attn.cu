@@ -68,13 +68,19 @@ void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   });
 }
 
+// Beyond 256 channels, the backward is compiled with all features only: elementwise steps take a small share of the
+// time there.
+constexpr Features built_features(int head_dim, Features features) {
+  return head_dim <= 256 ? features : Features::kAll;
+}
+
 template <typename T, int kHeadDim, Features kFeatures, int>
 auto bwd_instance(const BwdSm80Params&) {
-  return run_bwd<T, kHeadDim, built_bwd_features(kHeadDim, kFeatures)>;
+  return run_bwd<T, kHeadDim, built_features(kHeadDim, kFeatures)>;
 }
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto bwd_instance(const BwdSm90Params&) {
-  return run_bwd_sm90<T, kHeadDim, built_bwd_features(kHeadDim, kFeatures), kHeadDimV>;
+  return run_bwd_sm90<T, kHeadDim, built_features(kHeadDim, kFeatures), kHeadDimV>;
 }
 
 template <typename Plan>
