@@ -227,7 +227,9 @@ def test_reduced_overhead(device):
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(*([p.grad for p in each.parameters()] for each in (model, other)), rtol=0.1, atol=0.1)
+        torch.testing.assert_close(
+            *([p.grad for p in each.parameters()] for each in (model, other)), rtol=0.1, atol=0.1
+        )
         for each in (model, other):
             each.zero_grad()
     ids = ids_of(model.config, seqlen=7, device=device)
