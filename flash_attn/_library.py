@@ -10,6 +10,7 @@ the CUDA kernels of ops whose schemas are defined here. An op is defined once:
         autograd=Fwd,              # optional: a torch.autograd.Function of the first `differentiable` arguments, the
         differentiable=1,          # only ones with gradients, and a tuple of the others
         flops=flops.fwd,           # optional: what torch.utils.flop_counter counts for it
+        sharding=sharding.fwd,     # optional: which parts of DTensors it takes; it refuses them otherwise
     )
 
 and `fwd(x, 2.0)` then costs one trip through the dispatcher.
@@ -29,7 +30,7 @@ import torch
 from torch.autograd import forward_ad
 
 import flash_attn
-from flash_attn import _build_id, _torch_private
+from flash_attn import _build_id, _sharding, _torch_private
 from flash_attn._after_import import after_import
 
 _NAMESPACE = "flash_attn"
@@ -312,6 +313,7 @@ def define(
     announces: bool = True,
     composite: Callable | None = None,
     flops: Callable[..., int] | None = None,
+    sharding: _sharding.Rule | None = None,
 ) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
@@ -330,6 +332,7 @@ def define(
     composite: the same function in torch's own operations, for tangents and transforms of torch.func.
     announces: warn once if the reference takes the place of a kernel on a GPU.
     flops: how many floating-point operations a call with these arguments takes; see `_ops/flops.py`.
+    sharding: how processes divide the work on DTensors; see `_ops/sharding.py`.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
     """
@@ -358,6 +361,10 @@ def define(
         _LIBRARY.impl(overload, kernel, "Autograd")
     if flops is not None:
         after_import("torch.utils.flop_counter", functools.partial(_count_flops, names, flops))
+    overloads = [overload for overload in (op.default, op.others) if overload is not None]
+    arguments = [argument.name for argument in op.arguments]
+    shard = functools.partial(_sharding.register, overloads, arguments, differentiable, sharding)
+    after_import("torch.distributed.tensor", shard)
     return op
 
 

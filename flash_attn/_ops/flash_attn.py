@@ -25,7 +25,7 @@ from torch import Tensor
 from flash_attn import _library, _torch_private
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
-from flash_attn._ops import autograd, checks, flops, rng, schema
+from flash_attn._ops import autograd, checks, flops, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.lse import merge_two
 from flash_attn._reference import flash_attn as reference
@@ -990,6 +990,7 @@ fwd = _library.define(
     differentiable=3,
     composite=_fwd_composite,
     flops=flops.attention_fwd,
+    sharding=sharding.attention_fwd,
 )
 
 # The plain form of fwd lacks its last arguments and, where no gradient is wanted, softmax_lse: each argument of a
@@ -1000,12 +1001,14 @@ fwd_plain = _library.define(
     reference=_fwd_reference,
     fake=_fwd_fake,
     flops=flops.attention_fwd,
+    sharding=sharding.attention_fwd,
 )
 fwd_plain_out = _library.define(
     f"fwd_plain_out({_PLAIN}) -> Tensor out",
     reference=lambda *args: _fwd_reference(*args)[0],
     fake=lambda *args: _fwd_fake(*args)[0],
     flops=flops.attention_fwd,
+    sharding=sharding.attention_fwd_plain_out,
 )
 
 # Computes the S_dmask of a call of fwd with the same arguments.
@@ -1025,6 +1028,7 @@ bwd = _library.define(
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
     flops=flops.attention_bwd,
+    sharding=sharding.attention_bwd,
 )
 
 fwd_kvcache = _library.define(
@@ -1044,6 +1048,7 @@ bwd_plain = _library.define(
     reference=_bwd_plain_reference,
     fake=lambda dout, q, k, v, *args: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
     flops=flops.attention_bwd_plain,
+    sharding=sharding.attention_bwd_plain,
 )
 
 # The plain form of fwd_kvcache, which appends nothing and so writes to no argument.

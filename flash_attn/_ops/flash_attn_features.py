@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn import _library
 from flash_attn._errors import ArgumentError
-from flash_attn._ops import autograd, checks, flops, schema
+from flash_attn._ops import autograd, checks, flops, schema, sharding
 from flash_attn._reference import composite
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Features, Options
@@ -398,6 +398,7 @@ fwd_features = _library.define(
     differentiable=5,
     composite=_fwd_composite,
     flops=flops.attention_fwd_features,
+    sharding=sharding.attention_fwd_features,
 )
 
 # fwd and fwd_features with one more result, out_lo: the rounding error of out, in the dtype of out. For exact
@@ -413,6 +414,7 @@ fwd_with_residue = _library.define(
     differentiable=5,
     composite=_fwd_with_residue_composite,
     flops=flops.attention_fwd_features,
+    sharding=sharding.attention_fwd_with_residue,
 )
 
 bwd_features = _library.define(
@@ -423,6 +425,7 @@ bwd_features = _library.define(
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_bwd,
     flops=flops.attention_bwd_features,
+    sharding=sharding.attention_bwd_features,
 )
 
 # The weights of all keys in all rows of a dense batch; softmax_lse is what fwd_features returns for these arguments.

@@ -25,7 +25,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from flash_attn import _torch_private
-from flash_attn._ops import autograd, checks, rotary
+from flash_attn._ops import autograd, checks, rotary, sharding
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
@@ -514,6 +514,10 @@ def _rotate_in_place(*arguments):
 def _checked(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
     """Check all parts of x before any of them is written; return the arguments of `_rotate`."""
     checks.flags(interleaved=interleaved)
+    if layout not in (_WHOLE, _QUERIES) and sharding.is_distributed(x):  # the views of its parts may be copies
+        raise NotImplementedError(
+            f"{layout.name} must not be a DTensor, found one: use apply_rotary_emb for queries and keys, or to_local()"
+        )
     parts = [
         rotary.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, (layout.name, *names))
         for names, part in zip(_TABLE_NAMES[len(tables)], layout.split(x, *tables))
