@@ -34,16 +34,19 @@ class Layout(NamedTuple):
     anchor: str = ""  # the tensor whose placements the others must fit; by default the first one
     moves: str = ""  # names of tensors, incoming gradients, that are redistributed to fit
     is_linear: bool = False  # whether the results are partial sums if the anchor is
-    local: Callable[[dict[str, Any], dict[str, int]], None] | None = None  # changes the arguments of a process; is given
+    local: Callable[[dict[str, Any], dict[str, int]], None] | None = (
+        None  # changes the arguments of a process; is given
+    )
     # where its parts of the dimensions start
 
 
 Rule = Callable[..., Layout]
 
 
-def register(ops: Sequence[torch._ops.OpOverload], names: Sequence[str], differentiable: int, rule: Rule | None) -> None:
-    """Let DTensors be arguments of these ops, whose arguments have these names.
+def register(ops: Sequence[Any], names: Sequence[str], differentiable: int, rule: Rule | None) -> None:
+    """Let DTensors be arguments of these ops.
 
+    ops: overloads of torch.ops, with one schema. names: of their arguments. rule: says how processes divide the work.
     differentiable: how many of the first arguments must be DTensors if one is. With no rule, all are refused.
     """
     from torch.distributed.tensor import DTensor

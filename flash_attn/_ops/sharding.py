@@ -79,8 +79,8 @@ def _attention(q, k, v, arguments, features=None):
     options = Options(*arguments)
     if options.dropout_p:
         raise ArgumentError(
-            f"dropout_p must be 0 for DTensors, found {options.dropout_p}: every process would drop the same weights of "
-            "its part. Call to_local() on each"
+            f"dropout_p must be 0 for DTensors, found {options.dropout_p}: every process would drop the same "
+            "weights of its part. Call to_local() on each"
         )
     varlen = options.cu_seqlens_q is not None
     rows, keys = ("rows", "keys") if varlen else ("batch rows", "batch keys")
@@ -90,7 +90,9 @@ def _attention(q, k, v, arguments, features=None):
         "q": f"{rows} three heads dim" if k is None else f"{rows} heads dim",
         "k": f"{keys} two heads dim" if v is None else f"{keys} heads dim",
         "v": f"{keys} heads dim_v",
-        "alibi_slopes": "batch heads" if options.alibi_slopes is not None and options.alibi_slopes.dim() == 2 else "heads",
+        "alibi_slopes": "batch heads"
+        if options.alibi_slopes is not None and options.alibi_slopes.dim() == 2
+        else "heads",
         "seqused_k": "batch",
         "leftpad_k": "batch",
         "block_table": "batch most",
@@ -115,7 +117,7 @@ def _lse(varlen):
 
 
 def _if_whole(x, names, **sizes):
-    """The names of the dimensions of `x`, but "one" for those along which it is the same for several entries or heads."""
+    """The names of the dimensions of `x`, but "one" for those that entries or heads share."""
     whole = zip(names.split(), x.shape, strict=True)
     return " ".join(name if name not in sizes or 1 != size == sizes[name] else "one" for name, size in whole)
 

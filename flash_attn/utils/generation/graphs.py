@@ -252,7 +252,10 @@ def new_caches(
 ) -> dict[Hashable, Any]:
     """The caches that the model allocates, or without such a method, new ones of the sizes in its config.
 
-    dtype: by default that of autocast, or without autocast that of the model's parameters.
+    Arguments:
+        batch_size, max_seqlen: the size of the batch, and of its longest sequence.
+        tensor_parallel: how many processes share the heads that model.config names.
+        dtype: by default that of autocast, or without autocast that of the model's parameters.
     """
     dtype = dtype or _autocast_dtype(device) or next(model.parameters()).dtype
     if hasattr(model, "allocate_inference_cache"):
