@@ -514,7 +514,7 @@ def _rotate_in_place(*arguments):
 def _checked(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
     """Check all parts of x before any of them is written; return the arguments of `_rotate`."""
     checks.flags(interleaved=interleaved)
-    if layout not in (_WHOLE, _QUERIES) and sharding.is_distributed(x):  # the views of its parts may be copies
+    if sharding.is_distributed(x) and layout not in (_WHOLE, _QUERIES):  # the views of its parts may be copies
         raise NotImplementedError(
             f"{layout.name} must not be a DTensor, found one: use apply_rotary_emb for queries and keys, or to_local()"
         )
