@@ -362,8 +362,7 @@ def define(
     if flops is not None:
         after_import("torch.utils.flop_counter", functools.partial(_count_flops, names, flops))
     overloads = [overload for overload in (op.default, op.others) if overload is not None]
-    arguments = [argument.name for argument in op.arguments]
-    shard = functools.partial(_sharding.register, overloads, arguments, differentiable, sharding)
+    shard = functools.partial(_sharding.register, overloads, op.arguments, differentiable, sharding)
     after_import("torch.distributed.tensor", shard)
     return op
 

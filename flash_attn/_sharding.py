@@ -43,16 +43,17 @@ class Layout(NamedTuple):
 Rule = Callable[..., Layout]
 
 
-def register(ops: Sequence[Any], names: Sequence[str], differentiable: int, rule: Rule | None) -> None:
+def register(ops: Sequence[Any], arguments: Sequence[Any], differentiable: int, rule: Rule | None) -> None:
     """Let DTensors be arguments of these ops.
 
-    ops: overloads of torch.ops, with one schema. names: of their arguments. rule: says how processes divide the work.
+    ops: overloads of torch.ops with one schema. arguments: those of the schema. rule: how processes divide the work.
     differentiable: how many of the first arguments must be DTensors if one is. With no rule, all are refused.
     """
     from torch.distributed.tensor import DTensor
 
     global _CLASSES
     _CLASSES = (DTensor,)
+    names = [argument.name for argument in arguments]
     for op in ops:
         call = functools.partial(_call, names, differentiable, rule)
         torch.library.register_torch_dispatch(op.name(), DTensor, call)
