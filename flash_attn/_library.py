@@ -9,6 +9,8 @@ the CUDA kernels of ops whose schemas are defined here. An op is defined once:
         fake=fwd_fake,             # shapes and dtypes only: torch.compile, torch.export, meta tensors
         autograd=Fwd,              # optional: a torch.autograd.Function of the first `differentiable` arguments, the
         differentiable=1,          # only ones with gradients, and a tuple of the others
+        flops=flops.fwd,           # optional: what torch.utils.flop_counter counts for it
+        sharding=sharding.fwd,     # optional: which parts of DTensors it takes; it refuses them otherwise
     )
 
 and `fwd(x, 2.0)` then costs one trip through the dispatcher.
@@ -28,7 +30,8 @@ import torch
 from torch.autograd import forward_ad
 
 import flash_attn
-from flash_attn import _build_id, _torch_private
+from flash_attn import _build_id, _sharding, _torch_private
+from flash_attn._after_import import after_import
 
 _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -309,6 +312,8 @@ def define(
     triton: Callable | None = None,
     announces: bool = True,
     composite: Callable | None = None,
+    flops: Callable[..., int] | None = None,
+    sharding: _sharding.Rule | None = None,
 ) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
@@ -326,6 +331,8 @@ def define(
         when it is first called.
     composite: the same function in torch's own operations, for tangents and transforms of torch.func.
     announces: warn once if the reference takes the place of a kernel on a GPU.
+    flops: how many floating-point operations a call with these arguments takes; see `_ops/flops.py`.
+    sharding: how processes divide the work on DTensors; see `_ops/sharding.py`.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
     """
@@ -352,6 +359,11 @@ def define(
             torch.library.fallthrough_kernel if op.falls_through else functools.partial(op.autograd_kernel, overload)
         )
         _LIBRARY.impl(overload, kernel, "Autograd")
+    if flops is not None:
+        after_import("torch.utils.flop_counter", functools.partial(_count_flops, names, flops))
+    overloads = [overload for overload in (op.default, op.others) if overload is not None]
+    shard = functools.partial(_sharding.register, overloads, op.arguments, differentiable, sharding)
+    after_import("torch.distributed.tensor", shard)
     return op
 
 
@@ -362,6 +374,14 @@ def define_composite(schema: str, function: Callable) -> None:
     """
     _LIBRARY.define(schema)
     _LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
+
+
+def _count_flops(names, formula):
+    from torch.utils.flop_counter import register_flop_formula
+
+    @register_flop_formula([getattr(getattr(torch.ops, _NAMESPACE), name) for name in names], get_raw=True)
+    def count(*args, out_val=None):
+        return formula(*args)
 
 
 def _on_its_device(launch):

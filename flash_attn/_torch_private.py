@@ -138,6 +138,11 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     return any(getattr(module, name, True) for name in ("_forward_hooks", "_forward_pre_hooks"))
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calling `module` runs graphs of torch.compile, as far as torch shows it."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
 def storage_id(x: torch.Tensor) -> int:
     """A number that tensors share if and only if they share storage. If torch has none, the address of the storage,
     which all empty storages share.

@@ -20,14 +20,16 @@ pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="this is no
 
 FRONTS = {"flash_attn_interface", "fused_softmax", "layers", "losses", "ops"}
 MAY_IMPORT = {  # part of the package -> parts that it may import, besides itself
+    "_after_import": set(),
     "_build_id": set(),
     "_errors": set(),
+    "_sharding": {"_errors"},
     "_removed": set(),  # which every part may import
     "_torch_private": set(),
-    "_library": {"_build_id", "_torch_private"},
+    "_library": {"_after_import", "_build_id", "_sharding", "_torch_private"},
     "_reference": {"_errors", "_torch_private"},
     "_triton": set(),
-    "_ops": {"_errors", "_library", "_reference", "_torch_private", "_triton"},
+    "_ops": {"_errors", "_library", "_reference", "_sharding", "_torch_private", "_triton"},
     "bert_padding": {"_ops"},  # its checks
     # checks; masks and softmax of the reference of attention
     "utils": {"_ops", "_reference", "_torch_private", "bert_padding"},

@@ -1,7 +1,9 @@
 """What is built, and what is in it: the decision for or against the CUDA library, wheels, source archives, metadata."""
 
+import base64
 import email
 import functools
+import hashlib
 import os
 import pathlib
 import re
@@ -451,6 +453,74 @@ def test_modules_are_found(installed):
     names = ["flash_attn", *(path.stem for path in files[1:])]
     found = _ask(installed, f"[pathlib.Path(util.find_spec(name).origin).read_text() for name in {names}]")
     assert found == str([path.read_text() for path in files])
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def flash_attn_4(request, tmp_path_factory):
+    """A folder with the distribution flash-attn-4, which has flash_attn/cute/ but no flash_attn/__init__.py."""
+    folder = tmp_path_factory.mktemp("flash_attn_4")
+    source = folder / "source"
+    shutil.copytree(ROOT / "extras/flash-attn-4", source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    command = f"from setuptools import build_meta; print(build_meta.build_{request.param}({str(folder)!r}))"
+    command = [sys.executable, "-c", command]
+    made = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    return _unpacked(folder / made, folder / "site")
+
+
+@pytest.mark.parametrize("place", ["same folder", "folder before", "folder behind"])
+def test_beside_flash_attn_4(installed, flash_attn_4, tmp_path, place):
+    """The folder flash_attn/ that flash-attn-4 installs does not hide the package, and both have their modules."""
+    if place == "same folder":
+        folders = [tmp_path]
+        for each in (installed, flash_attn_4):
+            shutil.copytree(each, tmp_path, dirs_exist_ok=True)
+    else:
+        folders = [flash_attn_4, installed] if place == "folder before" else [installed, flash_attn_4]
+    code = f"""
+import site, sys
+from importlib import util
+from unittest import mock
+for folder in {[str(folder) for folder in folders]}:
+    site.addsitedir(folder)
+sys.modules["flash_attn.flash_attn_interface"] = mock.MagicMock()  # which would import torch
+import flash_attn
+print(flash_attn.__file__, util.find_spec("flash_attn.bert_padding").origin, util.find_spec("flash_attn.cute").origin)
+"""
+    run = subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True, text=True)
+    package, module, cute = (pathlib.Path(path).read_text() for path in run.stdout.split())
+    assert package == (ROOT / "flash_attn/__init__.py").read_text()
+    assert module == (ROOT / "flash_attn/bert_padding.py").read_text()
+    assert cute == (ROOT / "extras/flash-attn-4/flash_attn/cute/__init__.py").read_text()
+
+
+def test_packages_on_the_path_come_before_an_editable_installation(source, tmp_path):
+    """As with any package in site-packages: a folder that is being worked on, and PYTHONPATH, come first."""
+    built, _ = _build("editable", source, tmp_path, FLASH_ATTENTION_SKIP_CUDA_BUILD="TRUE")
+    site_packages, first = _unpacked(built, tmp_path / "site"), tmp_path / "first"
+    (first / "flash_attn").mkdir(parents=True)
+    (first / "flash_attn/__init__.py").touch()
+    (first / "rotary_emb.py").touch()
+    code = f"""
+import site, sys
+from importlib import util
+site.addsitedir({str(site_packages)!r})
+sys.path.insert(0, {str(first)!r})
+print([util.find_spec(name).origin for name in ("flash_attn", "rotary_emb")])
+"""
+    run = subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == str([str(first / "flash_attn/__init__.py"), str(first / "rotary_emb.py")])
+
+
+def test_record_of_an_editable_wheel(source, tmp_path):
+    """Each file is recorded with its digest and size: uv and pip refuse others, or do not uninstall them."""
+    built, _ = _build("editable", source, tmp_path, FLASH_ATTENTION_SKIP_CUDA_BUILD="TRUE")
+    with zipfile.ZipFile(built) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    record = next(name for name in files if name.endswith(".dist-info/RECORD"))
+    found = dict(line.split(",", 1) for line in files.pop(record).decode().splitlines())
+    assert found.pop(record) == ","
+    digests = {name: base64.urlsafe_b64encode(hashlib.sha256(text).digest()) for name, text in files.items()}
+    assert found == {name: f"sha256={digests[name].decode().rstrip('=')},{len(files[name])}" for name in files}
 
 
 def test_sdist_contents(sdist):

@@ -18,7 +18,7 @@ The maths is in fp32. The ops are differentiable in x and y, twice.
 import torch
 
 from flash_attn import _library
-from flash_attn._ops import autograd, checks
+from flash_attn._ops import autograd, checks, sharding
 from flash_attn._reference import activation as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -115,11 +115,13 @@ fwd = _library.define(
     autograd=_Activation,
     differentiable=2,
     composite=_plain_fwd,
+    sharding=sharding.activation_fwd,
 )
 bwd = _library.define(
     "activation_bwd(Tensor dout, Tensor x, Tensor? y, str activation) -> (Tensor dx, Tensor dy)",
     reference=reference.bwd,
     fake=_bwd_fake,
+    sharding=sharding.activation_bwd,
 )
 gated_fwd = _library.define(
     "gated_fwd(Tensor x, str activation) -> Tensor",
@@ -128,9 +130,11 @@ gated_fwd = _library.define(
     autograd=_Gated,
     differentiable=1,
     composite=_plain_gated_fwd,
+    sharding=sharding.gated_fwd,
 )
 gated_bwd = _library.define(
     "gated_bwd(Tensor dout, Tensor x, str activation) -> Tensor",
     reference=reference.gated_bwd,
     fake=lambda dout, x, _: _new_like(x),
+    sharding=sharding.gated_bwd,
 )

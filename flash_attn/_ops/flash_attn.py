@@ -25,7 +25,7 @@ from torch import Tensor
 from flash_attn import _library, _torch_private
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
-from flash_attn._ops import autograd, checks, rng, schema
+from flash_attn._ops import autograd, checks, flops, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.lse import merge_parts
 from flash_attn._reference import flash_attn as reference
@@ -995,18 +995,26 @@ fwd = _library.define(
     autograd=_Attention,
     differentiable=3,
     composite=_fwd_composite,
+    flops=flops.attention_fwd,
+    sharding=sharding.attention_fwd,
 )
 
 # The plain form of fwd lacks its last arguments and, where no gradient is wanted, softmax_lse: each argument of a
 # schema takes time, given or not, and so does each result. The plain forms have no autograd of their own.
 _PLAIN = f"Tensor q, Tensor k, Tensor v, {schema.arguments(Options, end=_NUM_SCORES)}"
 fwd_plain = _library.define(
-    f"fwd_plain({_PLAIN}) -> (Tensor out, Tensor softmax_lse)", reference=_fwd_reference, fake=_fwd_fake
+    f"fwd_plain({_PLAIN}) -> (Tensor out, Tensor softmax_lse)",
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+    flops=flops.attention_fwd,
+    sharding=sharding.attention_fwd,
 )
 fwd_plain_out = _library.define(
     f"fwd_plain_out({_PLAIN}) -> Tensor out",
     reference=lambda *args: _fwd_reference(*args)[0],
     fake=lambda *args: _fwd_fake(*args)[0],
+    flops=flops.attention_fwd,
+    sharding=sharding.attention_fwd_plain_out,
 )
 
 # Computes the S_dmask of a call of fwd with the same arguments.
@@ -1016,6 +1024,7 @@ probabilities = _library.define(
     fake=_probabilities_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=lambda args: with_features.beyond_dmask_kernels(args[0]),
+    flops=flops.attention_probabilities,
 )
 
 bwd = _library.define(
@@ -1024,6 +1033,8 @@ bwd = _library.define(
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    flops=flops.attention_bwd,
+    sharding=sharding.attention_bwd,
 )
 
 fwd_kvcache = _library.define(
@@ -1033,6 +1044,7 @@ fwd_kvcache = _library.define(
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
     writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
+    flops=flops.attention_kvcache,
 )
 
 # The plain form of bwd, which returns new gradients.
@@ -1041,6 +1053,8 @@ bwd_plain = _library.define(
     f"{schema.arguments(Options, end=_NUM_SCORES)}) -> (Tensor dq, Tensor dk, Tensor dv)",
     reference=_bwd_plain_reference,
     fake=lambda dout, q, k, v, *args: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+    flops=flops.attention_bwd_plain,
+    sharding=sharding.attention_bwd_plain,
 )
 
 # The plain form of fwd_kvcache, which appends nothing and so writes to no argument.
@@ -1049,4 +1063,5 @@ fwd_kvcache_plain_out = _library.define(
     f"fwd_kvcache_plain_out(Tensor q, Tensor k_cache, Tensor v_cache, {_PLAIN_OF_CACHE}) -> Tensor out",
     reference=lambda *args: _fwd_kvcache_reference(*args)[0],
     fake=lambda *args: _fwd_kvcache_fake(*args)[0],
+    flops=flops.attention_kvcache,
 )

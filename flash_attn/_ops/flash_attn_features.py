@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn import _library
 from flash_attn._errors import ArgumentError
-from flash_attn._ops import autograd, checks, schema
+from flash_attn._ops import autograd, checks, flops, schema, sharding
 from flash_attn._reference import composite
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Features, Options
@@ -402,6 +402,8 @@ fwd_features = _library.define(
     autograd=_Attention,
     differentiable=5,
     composite=_fwd_composite,
+    flops=flops.attention_fwd_features,
+    sharding=sharding.attention_fwd_features,
 )
 
 # fwd and fwd_features with one more result, out_lo: the rounding error of out, in the dtype of out. For exact
@@ -416,6 +418,8 @@ fwd_with_residue = _library.define(
     autograd=_AttentionWithResidue,
     differentiable=5,
     composite=_fwd_with_residue_composite,
+    flops=flops.attention_fwd_features,
+    sharding=sharding.attention_fwd_with_residue,
 )
 
 bwd_features = _library.define(
@@ -426,6 +430,8 @@ bwd_features = _library.define(
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_bwd,
+    flops=flops.attention_bwd_features,
+    sharding=sharding.attention_bwd_features,
 )
 
 # The weights of all keys in all rows of a dense batch; softmax_lse and lse_lo are what fwd_features returns for these
@@ -435,6 +441,7 @@ weights = _library.define(
     reference=_weights_reference,
     fake=_weights_fake,
     announces=False,
+    flops=flops.attention_weights,
 )
 
 fwd_kvcache_features = _library.define(
@@ -444,4 +451,5 @@ fwd_kvcache_features = _library.define(
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_kvcache,
     writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
+    flops=flops.attention_kvcache_features,
 )

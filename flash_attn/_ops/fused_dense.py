@@ -34,7 +34,7 @@ import torch
 from flash_attn import _library, _torch_private
 from flash_attn._library import without_autocast
 from flash_attn._ops import activation as activations
-from flash_attn._ops import autograd, checks
+from flash_attn._ops import autograd, checks, flops
 from flash_attn._reference import activation as activation_reference
 from flash_attn._reference import fused_dense as reference
 
@@ -380,22 +380,26 @@ fwd = _library.define(
     autograd=_Linear,
     differentiable=3,
     composite=autograd.in_plain_torch(reference.fwd),
+    flops=flops.linear_fwd,
 )
 gated_fwd = _library.define(
     "gated_dense_fwd(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
     reference=reference.gated_fwd,
     fake=_gated_fake,
+    flops=flops.linear_fwd,
 )
 dgrad = _library.define(
     "fused_dense_dgrad(Tensor dout, Tensor weight, Tensor? dresidual, Tensor? kept, str activation, bool bias_grad)"
     " -> (Tensor dx, Tensor dbias)",
     reference=reference.dgrad,
     fake=_dgrad_fake,
+    flops=flops.linear_dgrad,
 )
 wgrad = _library.define(
     "fused_dense_wgrad(Tensor dout, Tensor x, bool bias_grad) -> (Tensor dweight, Tensor dbias)",
     reference=reference.wgrad,
     fake=_wgrad_fake,
+    flops=flops.linear_wgrad,
 )
 
 HAS_KERNEL = _library.has_kernel("fused_dense_fwd")

@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional
 
 from flash_attn import _library
-from flash_attn._ops import autograd, checks, rng, triton
+from flash_attn._ops import autograd, checks, rng, sharding, triton
 from flash_attn._reference import fused_dense as dense_reference
 from flash_attn._reference import layer_norm as reference
 
@@ -448,6 +448,7 @@ fwd = _library.define(
     autograd=_LayerNorm,
     differentiable=8,
     composite=autograd.in_plain_torch(reference.fwd),
+    sharding=sharding.layer_norm_fwd,
 )
 
 bwd = _library.define(
@@ -461,4 +462,5 @@ bwd = _library.define(
     reference=reference.bwd,
     fake=_bwd_fake,
     triton=triton.launch("layer_norm", "bwd"),
+    sharding=sharding.layer_norm_bwd,
 )

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from flash_attn import _library
-from flash_attn._ops import checks, fused_dense, triton
+from flash_attn._ops import checks, flops, fused_dense, triton
 from flash_attn._reference import linear_act as reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -90,10 +90,12 @@ fwd = _library.define(
     reference=reference.fwd,
     fake=_fwd_fake,
     triton=triton.launch("linear_act", "fwd"),
+    flops=flops.linear_fwd,
 )
 dgrad = _library.define(
     "linear_act_dgrad(Tensor dout, Tensor weight, Tensor? act_input, str activation) -> Tensor",
     reference=reference.dgrad,
     fake=lambda dout, weight, *_: dout.new_empty(*dout.shape[:-1], weight.shape[1]),
     triton=triton.launch("linear_act", "dgrad"),
+    flops=flops.linear_dgrad,
 )

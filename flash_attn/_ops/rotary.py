@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _library
-from flash_attn._ops import autograd, checks, triton
+from flash_attn._ops import autograd, checks, sharding, triton
 from flash_attn._reference import rotary as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,18 +56,21 @@ rotary = _library.define(
     differentiable=1,
     composite=autograd.in_plain_torch(reference.rotary),
     triton=triton.launch("rotary", "rotary"),
+    sharding=sharding.rotary,
 )
 rotary_ = _library.define(
     f"rotary_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
     reference=reference.rotary_,
     fake=lambda *_: None,
     triton=triton.launch("rotary", "rotary_"),
+    sharding=sharding.rotary_,
 )
 rotary_into = _library.define(
     f"rotary_into(Tensor x, Tensor(a!) out, {_ARGUMENTS}) -> ()",
     reference=reference.rotary_into,
     fake=lambda *_: None,
     triton=triton.launch("rotary", "rotary_into"),
+    sharding=sharding.rotary_into,
 )
 
 

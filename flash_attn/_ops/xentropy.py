@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from flash_attn import _library, _torch_private
-from flash_attn._ops import autograd, checks, collectives, triton
+from flash_attn._ops import autograd, checks, collectives, sharding, triton
 from flash_attn._reference import xentropy as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -347,18 +347,21 @@ fwd = _library.define(
     differentiable=1,
     composite=_fwd_composite,
     triton=triton.launch("xentropy", "fwd"),
+    sharding=sharding.xentropy_fwd,
 )
 bwd = _library.define(
     f"xentropy_bwd(Tensor dlosses, Tensor logits, Tensor labels, Tensor lse, {_OPTIONS}) -> Tensor",
     reference=reference.bwd,
     fake=_bwd_fake,
     triton=triton.launch("xentropy", "bwd"),
+    sharding=sharding.xentropy_bwd,
 )
 bwd_ = _library.define(
     f"xentropy_bwd_(Tensor dlosses, Tensor(a!) logits, Tensor labels, Tensor lse, {_OPTIONS}) -> ()",
     reference=reference.bwd_,
     fake=lambda *_: None,
     triton=triton.launch("xentropy", "bwd_"),
+    sharding=sharding.xentropy_bwd_,
 )
 fwd_bwd = _library.define(
     f"xentropy_fwd_bwd(Tensor dlosses, Tensor logits, Tensor labels, {_OPTIONS})"
@@ -366,6 +369,7 @@ fwd_bwd = _library.define(
     reference=reference.fwd_bwd,
     fake=lambda dlosses, *args: (*_fwd_fake(*args), _bwd_fake(dlosses, *args)),
     triton=triton.launch("xentropy", "fwd_bwd"),
+    sharding=sharding.xentropy_fwd_bwd,
 )
 fwd_bwd_ = _library.define(
     f"xentropy_fwd_bwd_(Tensor dlosses, Tensor(a!) logits, Tensor labels, {_OPTIONS})"
@@ -373,6 +377,7 @@ fwd_bwd_ = _library.define(
     reference=reference.fwd_bwd_,
     fake=lambda _, *args: _fwd_fake(*args),
     triton=triton.launch("xentropy", "fwd_bwd_"),
+    sharding=sharding.xentropy_fwd_bwd_,
 )
 redo_ = _library.define(
     "xentropy_redo_(Tensor(a!) dlogits, Tensor dlosses, Tensor expected, Tensor logits, Tensor labels, Tensor lse, "
@@ -380,10 +385,12 @@ redo_ = _library.define(
     reference=reference.redo_,
     fake=lambda *_: None,
     triton=triton.launch("xentropy", "redo_"),
+    sharding=sharding.xentropy_redo_,
 )
 scale_ = _library.define(
     "xentropy_scale_(Tensor(a!) dlogits, Tensor dlosses, Tensor expected, Tensor kept) -> ()",
     reference=reference.scale_,
     fake=lambda *_: None,
     triton=reference.scale_,  # it is elementwise: a kernel in Triton would only spare rows that need no scaling
+    sharding=sharding.xentropy_scale_,
 )

@@ -25,7 +25,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from flash_attn import _torch_private
-from flash_attn._ops import autograd, checks, rotary
+from flash_attn._ops import autograd, checks, rotary, sharding
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
@@ -235,6 +235,7 @@ class RotaryEmbedding(torch.nn.Module):
         self._built_from: tuple[
             tuple[Tensor | None, int], ...
         ] = ()  # the buffers that the tables were computed from, each with its version
+        self._made_in_graph = False  # whether a compiled graph has made the tables
 
     def extra_repr(self) -> str:
         """The options that a printed module shows."""
@@ -337,15 +338,29 @@ class RotaryEmbedding(torch.nn.Module):
         return self._tables(len(self._cos_cached), qkv.device, qkv.dtype)
 
     def _tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Returns (cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base.
-
-        A compiled graph computes its own tables: the tables of the module grow, and each size would need a new graph.
-        """
-        is_overridden = type(self)._update_cos_sin_cache is not RotaryEmbedding._update_cos_sin_cache
-        if torch.compiler.is_compiling() and not is_overridden:
-            return self._computed_tables(seqlen, device, dtype)
+        """Returns (cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base."""
+        if torch.compiler.is_compiling():
+            return self._tables_of_graph(seqlen, device, dtype)
         self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
         return self._cached_tables()
+
+    def _tables_of_graph(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Returns what `_tables` does; the compiled graph makes the tables, and the module keeps none of them.
+
+        The tables of the module grow, and each size would need a new graph. And what a CUDA graph returns, as with
+        torch.compile(mode="reduce-overhead"), is overwritten when it runs again.
+        """
+        if type(self)._update_cos_sin_cache is RotaryEmbedding._update_cos_sin_cache:
+            return self._computed_tables(seqlen, device, dtype)
+        before = dict(vars(self))
+        self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
+        tables = self._cached_tables()
+        for name, value in dict(vars(self)).items():  # a subclass may keep more than the tables
+            if name not in before and not hasattr(type(self), name):
+                delattr(self, name)
+            elif value is not (old := before.get(name, getattr(type(self), name, None))):
+                setattr(self, name, old)
+        return tables
 
     def _tables_for_decoding(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns what `_tables` does; a compiled step takes the tables that the prompt has left, if they fit.
@@ -354,7 +369,7 @@ class RotaryEmbedding(torch.nn.Module):
         the tables, as a symbolic size, so tables that grow need no new graph.
         """
         table = self._cos_cached
-        if torch.compiler.is_compiling() and table is not None:
+        if torch.compiler.is_compiling() and table is not None and not self._made_in_graph:
             if self._serves(table.shape[0], seqlen) and table.dtype == dtype and table.device == device:
                 return self._cached_tables()
         return self._tables(seqlen, device, dtype)
@@ -365,18 +380,23 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Gives the tables at least `seqlen` rows, on `device`, in `dtype`; both default to inv_freq's."""
+        """Gives the tables at least `seqlen` rows, on `device`, in `dtype`; both default to inv_freq's.
+
+        A compiled graph that calls this makes tables for itself, which no other call uses: see `_tables_of_graph`.
+        """
         device = self.inv_freq.device if device is None else torch.device(device)
         if device.index is None:  # "cuda" means the current device
             device = torch.empty(0, device=device).device
         dtype = self.inv_freq.dtype if dtype is None else dtype
-        if not self._is_stale(seqlen, device, dtype):
+        in_graph = torch.compiler.is_compiling()
+        if not in_graph and not self._is_stale(seqlen, device, dtype):
             return
         # All tables are computed before any is replaced, since memory may run out.
         tables = self._computed_tables(seqlen, device, dtype)
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
-        self._seq_len_cached = seqlen
-        self._built_from = tuple((buffer, _version(buffer)) for buffer in (self.inv_freq, self.scale))
+        self._seq_len_cached, self._made_in_graph = seqlen, in_graph
+        if not in_graph:
+            self._built_from = tuple((buffer, _version(buffer)) for buffer in (self.inv_freq, self.scale))
 
     def _frequencies(self, seqlen: int, device: torch.device) -> Tensor:
         """Returns the angle between neighbouring positions for each pair, for tables with `seqlen` rows."""
@@ -402,6 +422,7 @@ class RotaryEmbedding(torch.nn.Module):
         table = self._cos_cached
         return (
             table is None
+            or self._made_in_graph
             or not self._serves(self._seq_len_cached, seqlen)
             or table.device != device
             or table.dtype != dtype
@@ -493,6 +514,10 @@ def _rotate_in_place(*arguments):
 def _checked(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
     """Check all parts of x before any of them is written; return the arguments of `_rotate`."""
     checks.flags(interleaved=interleaved)
+    if sharding.is_distributed(x) and layout not in (_WHOLE, _QUERIES):  # the views of its parts may be copies
+        raise NotImplementedError(
+            f"{layout.name} must not be a DTensor, found one: use apply_rotary_emb for queries and keys, or to_local()"
+        )
     parts = [
         rotary.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, (layout.name, *names))
         for names, part in zip(_TABLE_NAMES[len(tables)], layout.split(x, *tables))

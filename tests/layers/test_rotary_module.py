@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from compare import identical
+from overwriting import Overwriting
 
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_qkv_
 from flash_attn.ops.triton.rotary import apply_rotary
@@ -260,6 +261,66 @@ def test_compiled_module_that_computes_its_own_tables(device, compile_whole):
     module, qkv = Still(32, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
     assert identical(module(qkv.clone()), qkv)
     assert identical(compile_whole(module, backend="aot_eager")(qkv.clone()), qkv)
+
+
+class Counted(RotaryEmbedding):
+    """Makes its tables by itself, and keeps by itself how long they are."""
+
+    longest = 0
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        if seqlen > self.longest or self._cos_cached.dtype != dtype:
+            self.longest = max(seqlen, self.longest)
+            angles = torch.arange(self.longest, device=device)[:, None] * self.inv_freq
+            self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class Longer(RotaryEmbedding):
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        super()._update_cos_sin_cache(seqlen + 3, device, dtype)
+
+
+def with_tables_of_its_own(module):
+    """A function that has the tables made, and then takes them, as code for older versions does."""
+
+    def rotate(qkv):
+        module._update_cos_sin_cache(qkv.shape[1], device=qkv.device, dtype=qkv.dtype)
+        return apply_rotary_emb_qkv_(qkv, module._cos_cached, module._sin_cached)
+
+    return rotate
+
+
+KEEPERS = {
+    "module": lambda device: RotaryEmbedding(32, device=device),
+    "own tables": lambda device: Counted(32, device=device),
+    "longer tables": lambda device: Longer(32, device=device),
+    "direct call": lambda device: with_tables_of_its_own(RotaryEmbedding(32, device=device)),
+}
+
+
+@pytest.mark.parametrize("make", KEEPERS.values(), ids=KEEPERS)
+def test_no_table_of_a_graph_is_used_again(make, device):
+    """A CUDA graph overwrites it in the next step."""
+    torch._dynamo.reset()
+    backend, function, plain = Overwriting(), make(device), RotaryEmbedding(32, device=device)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for rotate, seqlen, training in (
+        (compiled, 5, True), (compiled, 9, True), (compiled, 7, True), (compiled, 14, False), (function, 12, True),
+        (compiled, 6, True),
+    ):  # fmt: skip
+        backend.step()
+        qkv, dout = torch.randn(2, 1, seqlen, 3, 2, 32, device=device)
+        found, expected = (with_gradient(each, qkv, dout, training) for each in (rotate, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert backend.graphs <= 5
+
+
+def with_gradient(rotate, qkv, dout, training):
+    if not training:
+        return rotate(qkv.clone())
+    leaf = qkv.clone().requires_grad_()
+    out = rotate(leaf * 1)
+    return out, *torch.autograd.grad(out, leaf, dout)
 
 
 @pytest.mark.parametrize("used", [False, True])

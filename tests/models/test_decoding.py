@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from families import CASES, ids_of
+from overwriting import Overwriting
 
 from flash_attn.models.gpt import GPTLMHeadModel
 from flash_attn.utils.generation import _steps, decode, decode_speculative
@@ -193,6 +194,51 @@ def test_compiled_steps_compute_no_tables(device):
         torch.testing.assert_close(results[1], results[0])
     assert 0 < len(graphs) <= 2
     assert not any(node.target == "cos" for graph in graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("part", ["model", "layer in a wrapper"])
+def test_what_graphs_return_may_be_overwritten(part, device, monkeypatch):
+    """In the next step, as with mode="reduce-overhead": neither caches, tables nor scores are then used any more."""
+    model = model_of("llama gqa", device, n_layer=1, **FUSED)
+    ids = ids_of(model.config, batch=1, seqlen=4, device=device)
+    expected = generate(model, ids, 6)
+    torch._dynamo.reset()
+    backend, layers = Overwriting(), model.transformer.layers
+    if part == "layer in a wrapper":
+        layers[0] = torch.compile(layers[0], backend=backend)
+    else:
+        model.compile(backend=backend)
+    run = _steps.Steps.run
+    monkeypatch.setattr(_steps.Steps, "run", lambda self, *args: [backend.step(), run(self, *args)][1])
+    found = generate(model, ids, 6)
+    assert torch.equal(found[0], expected[0]) and backend.graphs > 0
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_reduced_overhead(device):
+    """Training with torch.compile's CUDA graphs while sequences grow, then generation, with and without the graphs."""
+    torch._dynamo.reset()
+    model, other = (model_of("llama gqa", device, torch.bfloat16, **FUSED) for _ in range(2))
+    compiled = torch.compile(model, mode="reduce-overhead")
+    for seqlen in (8, 8, 8, 16, 24, 24, 24, 8):
+        ids = ids_of(model.config, seqlen=seqlen, device=device)
+        losses = [function(ids, labels=ids).loss for function in (compiled, other)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            *([p.grad for p in each.parameters()] for each in (model, other)), rtol=0.1, atol=0.1
+        )
+        for each in (model, other):
+            each.zero_grad()
+    ids = ids_of(model.config, seqlen=7, device=device)
+    expected, scores = generate(other, ids, 20)
+    assert torch.equal(generate(model, ids, 20)[0], expected)
+    model.compile(mode="reduce-overhead")
+    for _ in range(3):  # the first runs of a graph do not replay it
+        found, of_graphs = generate(model, ids, 20, teacher_outputs=expected)
+        torch.testing.assert_close(of_graphs, scores, rtol=2e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama gqa", "gptj"])

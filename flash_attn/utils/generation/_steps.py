@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flash_attn import _torch_private
 from flash_attn._ops import checks
-from flash_attn.utils.generation.graphs import DecodingCGCache, update_graph_cache
+from flash_attn.utils.generation.graphs import DecodingCGCache, new_caches, update_graph_cache
 from flash_attn.utils.generation.inference_params import InferenceParams
 
 
@@ -77,6 +78,13 @@ class Steps:
         else:
             lengths = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
             self.params = InferenceParams(max_seqlen, batch, lengths_per_sample=lengths)
+        # What graphs of torch.compile return may be overwritten in their next run (mode="reduce-overhead"): caches that
+        # one makes, and logits.
+        self.is_compiled = any(map(_torch_private.is_compiled, model.modules()))
+        if self.is_compiled and self.graphs is None and hasattr(model, "allocate_inference_cache"):
+            self.params.key_value_memory_dict = new_caches(
+                model, batch, max_seqlen, tensor_parallel, device=input_ids.device
+            )
         self.params.leftpad_per_sample = leftpad
 
     def _check_positions(self, length: int) -> None:
@@ -110,7 +118,8 @@ class Steps:
             ).logits
         checks.tensor("the model's logits", logits, shape=(len(sequences), num_last_tokens, None))
         self.rewind(sequences.shape[1])
-        return logits[..., : self.vocab_size]
+        logits = logits[..., : self.vocab_size]
+        return logits.clone() if self.is_compiled else logits
 
     def rewind(self, length: int) -> None:
         """Continue as if the caches held only `length` tokens."""

@@ -115,7 +115,7 @@ def update_graph_cache(
     parameter = next(model.parameters())
     device = parameter.device
     mempool = _mempool(device)
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    autocast = _autocast_dtype(device)
     dtype = dtype or autocast or parameter.dtype
     cache = DecodingCGCache() if cache is None else cache
     fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
@@ -129,7 +129,7 @@ def update_graph_cache(
             max_seqlen,
             batch_size,
             seqlen_offset=seqlen_og,
-            key_value_memory_dict=_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
+            key_value_memory_dict=new_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
             lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
         )
         cache.device, cache.dtype, cache.autocast, cache.mempool = device, dtype, autocast, mempool
@@ -238,10 +238,26 @@ def _mempool(device: torch.device) -> Any:
     return torch.cuda.graphs.graph_pool_handle()
 
 
-def _caches(
-    model: Any, batch_size: int, max_seqlen: int, tensor_parallel: int, device: torch.device, dtype: torch.dtype
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def new_caches(
+    model: Any,
+    batch_size: int,
+    max_seqlen: int,
+    tensor_parallel: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> dict[Hashable, Any]:
-    """The caches that the model allocates, or without such a method, new ones of the sizes in its config."""
+    """The caches that the model allocates, or without such a method, new ones of the sizes in its config.
+
+    Arguments:
+        batch_size, max_seqlen: the size of the batch, and of its longest sequence.
+        tensor_parallel: how many processes share the heads that model.config names.
+        dtype: by default that of autocast, or without autocast that of the model's parameters.
+    """
+    dtype = dtype or _autocast_dtype(device) or next(model.parameters()).dtype
     if hasattr(model, "allocate_inference_cache"):
         return model.allocate_inference_cache(batch_size, max_seqlen, dtype)
     config = model.config

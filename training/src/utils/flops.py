@@ -3,8 +3,8 @@
     profile_fvcore(model, input_size=(1024,), input_dtype=torch.int64)      # counted in a forward pass
     train_flops_per_token(model, seqlen=1024)                               # from the sizes of the layers
 
-Counting is done by torch.utils.flop_counter, to which this module makes flash-attn's operations known: they count like
-the matrix products that they stand for, and attention like all of its scores, also those behind a causal mask.
+Counting is done by torch.utils.flop_counter. It knows flash-attn's operations: they count like the matrix products that
+they stand for, and attention like all of its scores, also those behind a causal mask.
 """
 
 import math
@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-import flash_attn.ops.fused_dense
-import flash_attn.ops.triton.linear  # noqa: F401  these two define the operations, besides flash_attn itself
 from src.utils.modules import evaluating
 
 has_fvcore_profiling = has_deepspeed_profiling = True  # both names are kept; both count with PyTorch
@@ -165,64 +163,7 @@ def _first_of(config, *names):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Operations of flash-attn, and one of PyTorch
-
-_ops = torch.ops.flash_attn
-
-
-def _score_flops(q, k, cu_seqlens_q, cu_seqlens_k):
-    """FLOPs of Q K^T. The layouts are those of flash_attn/_ops/flash_attn.py: q and k may be packed with v."""
-    heads, head_dim = q.shape[-2:]
-    if cu_seqlens_q is None:
-        pairs = len(q) * q.shape[1] * (q if k is None else k).shape[1]
-    else:
-        pairs = (cu_seqlens_q.diff() * (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).diff()).sum().item()
-    return 2 * pairs * heads * head_dim
-
-
-@register_flop_formula([_ops.fwd, _ops.fwd_reference], get_raw=True)
-def _attention_fwd(q, k, v, softmax_scale, window_left, window_right, cu_seqlens_q=None, cu_seqlens_k=None, *_, **__):
-    return 2 * _score_flops(q, k, cu_seqlens_q, cu_seqlens_k)  # Q K^T and P V
-
-
-@register_flop_formula([_ops.bwd, _ops.bwd_reference], get_raw=True)
-def _attention_bwd(
-    dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, softmax_scale, window_left, window_right,
-    cu_seqlens_q=None, cu_seqlens_k=None, *_, **__,
-):  # fmt: skip
-    return 5 * _score_flops(q, k, cu_seqlens_q, cu_seqlens_k)  # Q K^T again; dV, dP, dQ and dK
-
-
-_fwd_with_features = [_ops.fwd_features, _ops.fwd_features_reference]
-_fwd_with_features += [_ops.fwd_with_residue, _ops.fwd_with_residue_reference]
-
-
-@register_flop_formula(_fwd_with_features, get_raw=True)
-def _attention_fwd_features(q, k, v, sink, bias, *options, **others):
-    return _attention_fwd(q, k, v, *options, **others)
-
-
-@register_flop_formula([_ops.bwd_features, _ops.bwd_features_reference], get_raw=True)
-def _attention_bwd_features(
-    dout, q, k, v, out, softmax_lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *options, **others
-):  # fmt: skip
-    results = dout, q, k, v, out, softmax_lse, dlse, out_lo, None, None, None
-    return _attention_bwd(*results, *options, **others)
-
-
-@register_flop_formula([_ops.fused_dense_fwd, _ops.linear_act_fwd])
-def _linear_fwd(x, weight, *_, out_shape=None, **__):
-    return 2 * math.prod(x) * weight[0]
-
-
-@register_flop_formula([_ops.fused_dense_dgrad, _ops.linear_act_dgrad])
-def _linear_dgrad(dout, weight, *_, out_shape=None, **__):
-    return 2 * math.prod(dout) * weight[1]
-
-
-@register_flop_formula(_ops.fused_dense_wgrad)
-def _linear_wgrad(dout, x, *_, out_shape=None, **__):
-    return 2 * math.prod(dout) * x[-1]
+# An operation of PyTorch
 
 
 def _sdpa_on_cpu(q, k, *_, out_shape=None, **__):
