@@ -814,14 +814,14 @@ class BertForPreTraining(_BertWithHead):
         Returns a BertForPreTrainingOutput. With dense_seq_output and labels, prediction_logits are those of masked
         tokens alone, (tokens, vocab_size).
         """
-        masked = None
+        masked, tokens = None, tokens_of(input_ids, inputs_embeds)
         if labels is not None:
-            _check_like("labels", labels, tokens_of(input_ids, inputs_embeds), (torch.int64,))
+            _check_like("labels", labels, tokens, (torch.int64,))
             labels = labels.clamp(min=0)
             xentropy.check_classes(labels, self._vocab_size())
             masked = labels > 0
         if next_sentence_label is not None:
-            _check_labels("next_sentence_label", next_sentence_label, input_ids.shape[:1])
+            _check_labels("next_sentence_label", next_sentence_label, tokens.shape[:1])
             xentropy.check_classes(next_sentence_label, 2, -1, "next_sentence_label")
         outputs = self._encode(
             masked,
