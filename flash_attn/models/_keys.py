@@ -26,7 +26,8 @@ EMBEDDINGS = "transformer.embeddings.word_embeddings"
 POSITIONS = "transformer.embeddings.position_embeddings"
 FINAL_NORM = "transformer.ln_f"
 HEAD = "lm_head"
-_TIED, _LAYER = (f"{EMBEDDINGS}.weight", f"{HEAD}.weight"), "transformer.layers.{i}."
+TIED = (f"{EMBEDDINGS}.weight", f"{HEAD}.weight")
+_LAYER = "transformer.layers.{i}."
 
 
 class Order(NamedTuple):
@@ -236,15 +237,15 @@ class KeyMap:
         for ours, rule in self.rules(s):
             if all(source in tensors for source in rule.sources):
                 result[ours] = _made(ours, rule, [tensors.pop(source) for source in rule.sources], s)
-        if s.tie_word_embeddings and _TIED[0] in result:
-            result[_TIED[1]] = result[_TIED[0]]
+        if s.tie_word_embeddings and TIED[0] in result:
+            result[TIED[1]] = result[TIED[0]]
         return result
 
     def tied_sources(self, config: Any) -> tuple[str, str]:
         """The names of theirs that the embedding and the head are made of, if these are tied; else names of nothing."""
         if not settings(config).tie_word_embeddings:
             return "", ""
-        embedding, head = (next(iter(self.sources(ours, config)), "") for ours in _TIED)
+        embedding, head = (next(iter(self.sources(ours, config)), "") for ours in TIED)
         return embedding, head if head != embedding else ""
 
     def remap(self, state_dict: dict[str, Tensor], config: Any) -> "collections.OrderedDict[str, Tensor]":

@@ -119,7 +119,7 @@ def test_gradient_checkpointing(name, how, device):
         assert forward == [not (enable and how == "reentrant")] * 2  # reentrant: without a graph
         assert len(calls) == (4 if enable else 2)
     (before, *expected), (after, *found) = results
-    assert after < 0.6 * before or name == "vit" and after < before
+    assert after < (0.9 if name == "vit" else 0.6) * before
     torch.testing.assert_close(found, expected)
     model.gradient_checkpointing_disable()
     calls.clear()
@@ -130,18 +130,17 @@ def test_gradient_checkpointing(name, how, device):
 @pytest.mark.parametrize("options", [dict(every_n_layers=2), dict(offload=True)])
 def test_options_of_checkpointing(options, device):
     """Only every second layer; inputs on the host. The newer name of transformers does the same."""
-    model, x, grads = gpt(device=device), ids(device), []
+    model, x, grads, calls = gpt(device=device), ids(device), [], []
+    for layer in model.transformer.layers:
+        layer.register_forward_pre_hook(lambda *args: calls.append(1))
     for enable in (False, True):
         if enable:
             model.activation_checkpointing_enable(dict(preserve_rng_state=False), **options)
         model.zero_grad()
-        calls = []
-        handles = [layer.register_forward_pre_hook(lambda *args: calls.append(1)) for layer in model.transformer.layers]
+        calls.clear()
         model(x, labels=x).loss.backward()
         grads.append([parameter.grad.clone() for parameter in model.parameters()])
         assert len(calls) == 2 + enable * (2 // options.get("every_n_layers", 1))
-        for handle in handles:
-            handle.remove()
     torch.testing.assert_close(grads[1], grads[0])
     model.activation_checkpointing_disable()
     assert not model.is_gradient_checkpointing
