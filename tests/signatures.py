@@ -328,7 +328,8 @@ SIGNATURES = {
         "GPTLMHeadModel": "config, process_group=None, device=None, dtype=None",
         "GPTLMHeadModel.forward": (
             "self, input_ids=None, position_ids=None, inference_params=None, num_last_tokens=0, labels=None, *, "
-            "attention_mask=None, inputs_embeds=None, loss_fn=None, num_items_in_batch=None, return_dict=None, **options"
+            "attention_mask=None, inputs_embeds=None, loss_fn=None, num_items_in_batch=None, return_dict=None, "
+            "**options"
         ),
         "GPTModel": "config, process_group=None, device=None, dtype=None",
         "GPTModel.forward": (

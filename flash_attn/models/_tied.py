@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flash_attn._errors import ArgumentError
+from flash_attn._ops import checks
 
 
 class _Tie:
@@ -103,7 +103,7 @@ class TiedWeights(nn.Module):
                 check_tied(found[0], value, key, state_dict[key])
             _share(owners)
             if local_metadata.get("assign_to_params_buffers") and not isinstance(value, nn.Parameter):
-                value = nn.Parameter(value, owners[0][1]._parameters[owners[0][2]].requires_grad)
+                value = nn.Parameter(value, _parameter(owners).requires_grad)
             state_dict.update(dict.fromkeys(keys, value))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
@@ -122,11 +122,10 @@ class TiedWeights(nn.Module):
 
 def check_tied(name: str, value: Tensor, other: str, other_value: Tensor) -> None:
     """Raise ValueError unless two tensors that will be one are equal. Those without values count as equal."""
-    if not _are_equal(value, other_value):
-        raise ArgumentError(
-            f"{name} and {other} must be equal, as the model has one tensor for both, found different values: to keep "
-            "both, make it with tie_word_embeddings=False in its configuration"
-        )
+    expected = (
+        "equal, as the model has one tensor for both (tie_word_embeddings=False in its configuration would keep two)"
+    )
+    checks.number(f"{name} and {other}", "different values", _are_equal(value, other_value), expected)
 
 
 def _are_equal(a, b):
@@ -140,8 +139,13 @@ def _are_equal(a, b):
     return a.equal(b) or (a.isnan().equal(b.isnan()) and a.nan_to_num().equal(b.nan_to_num()))
 
 
+def _parameter(owners):
+    """That of the first owner."""
+    _, module, leaf = owners[0]
+    return module._parameters[leaf]
+
+
 def _share(owners):
     """Give the parameter of the first owner to the others."""
-    _, module, leaf = owners[0]
     for _, other, name in owners[1:]:
-        other._parameters[name] = module._parameters[leaf]
+        other._parameters[name] = _parameter(owners)

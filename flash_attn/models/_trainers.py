@@ -50,7 +50,7 @@ class LayerStack(nn.Module):
             tensors = dict(zip(names, inputs[len(args) :]))
             return layer(*inputs[: len(args)], mixer_kwargs=given | tensors, **kwargs)
 
-        on_host = save_on_cpu(pin_memory=torch.cuda.is_available()) if how.offload else contextlib.nullcontext()
+        on_host = save_on_cpu(pin_memory=torch.accelerator.is_available()) if how.offload else contextlib.nullcontext()
         with on_host:
             return checkpoint(run, *args, *(given[name] for name in names), **how.options)
 
@@ -257,23 +257,22 @@ def as_asked(output: Any, return_dict: bool | None) -> Any:
     return tuple(each for each in output if each is not None) if return_dict is False else output
 
 
-def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, ndim: int = 2) -> Tensor:
-    """A tensor (batch, seqlen) with the shape and the device of the input, which one of the two must be.
+def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, layout: str = "(batch, seqlen)") -> Tensor:
+    """A tensor with the shape and the device of the tokens of the input, which one of the two must be.
 
-    ndim: how many dimensions it must have.
+    layout: the dimensions that input_ids must have.
     """
     if (input_ids is None) == (inputs_embeds is None):
         found = "neither" if input_ids is None else "both"
         raise ValueError(f"one of input_ids and inputs_embeds must be given, found {found}")
-    name, given, features = "input_ids", input_ids, ""
-    if given is None:
-        name, given, features = "inputs_embeds", inputs_embeds, ", features"
-    checks.tensor(name, given)
-    assert given is not None
-    if given.dim() != ndim + (1 if features else 0):
-        leading = "(batch, seqlen" if ndim == 2 else "(batch, choices, seqlen"
-        raise ValueError(f"{name} must have shape {leading}{features}), found {tuple(given.shape)}")
-    return given[..., 0] if features else given
+    if input_ids is not None:
+        checks.tensor("input_ids", input_ids)
+        checks.ndim("input_ids", input_ids, layout)
+        return input_ids
+    assert inputs_embeds is not None
+    checks.tensor("inputs_embeds", inputs_embeds)
+    checks.ndim("inputs_embeds", inputs_embeds, layout.replace(")", ", features)"))
+    return inputs_embeds[..., 0]
 
 
 def divided_by_items(loss_sum: Tensor, num_items_in_batch: Tensor | int) -> Tensor:

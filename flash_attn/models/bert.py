@@ -577,8 +577,9 @@ class BertPreTrainedModel(TiedWeights, TrainerMethods):
 
     def _tied_modules(self) -> list[tuple[str, str]]:
         decoder = self._output_name()
-        is_tied = decoder is not None and _option(self.config, "tie_word_embeddings")
-        return [(self._input_name(), decoder)] if is_tied else []
+        if decoder is None or not _option(self.config, "tie_word_embeddings"):
+            return []
+        return [(self._input_name(), decoder)]
 
     def _finish(self):
         """Draw all parameters and tie weights: the last step of each constructor."""
@@ -1041,7 +1042,7 @@ class BertForMultipleChoice(_BertClassifier):
 
         Returns a BertHeadOutput.
         """
-        tokens = tokens_of(input_ids, inputs.get("inputs_embeds"), ndim=3)
+        tokens = tokens_of(input_ids, inputs.get("inputs_embeds"), "(batch, choices, seqlen)")
         for name in ("position_ids", "token_type_ids", "attention_mask"):
             given = inputs.get(name)
             is_for_all = name == "position_ids" and isinstance(given, Tensor) and given.dim() < 3

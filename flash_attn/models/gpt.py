@@ -897,6 +897,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         """
         shift_labels = options.pop("shift_labels", None)
         check_options(self, options)
+        if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
+            raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
         shape = tokens_of(input_ids, inputs_embeds).shape
         hidden = self.transformer(
             input_ids, position_ids=position_ids, inference_params=inference_params, attention_mask=attention_mask,

@@ -222,7 +222,7 @@ def check_ties(group):
             model = GPTLMHeadModel(config, process_group=group, device="meta").to_empty(device=device_of(group))
             model.load_state_dict({name: x.clone() for name, x in state.items() if name != without}, assign=assign)
             assert model.is_tied and torch.equal(model.lm_head.weight, divided.lm_head.weight)
-    with pytest.raises(ValueError, match="word_embeddings.weight and lm_head.weight must be equal"):
+    with pytest.raises(ValueError, match=r"word_embeddings\.weight and lm_head\.weight must be equal"):
         divided.load_state_dict(state | {"lm_head.weight": state["lm_head.weight"] + 1})
     holder = torch.nn.Module()  # as training/ has it: the model is within a module that is divided, too
     holder.model = GPTLMHeadModel(config, device="meta")
