@@ -101,6 +101,8 @@ class TiedWeights(nn.Module):
             value = state_dict[found[0]]
             for key in found[1:]:
                 check_tied(found[0], value, key, state_dict[key])
+            if value.shape != _parameter(owners).shape:  # an error of the key that is there
+                continue
             _share(owners)
             if local_metadata.get("assign_to_params_buffers") and not isinstance(value, nn.Parameter):
                 value = nn.Parameter(value, _parameter(owners).requires_grad)
