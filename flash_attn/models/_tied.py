@@ -48,7 +48,9 @@ class TiedWeights(nn.Module):
             except AttributeError:  # something else is in the place of a module around it
                 continue
             of_constructor = "_tie" in vars(first) and vars(first)["_tie"] is vars(second).get("_tie")
-            if of_constructor and first.weight.shape == second.weight.shape:
+            # A weight that is computed, as by a parametrization, is no parameter.
+            one, other = (each._parameters.get("weight") for each in (first, second))
+            if of_constructor and one is not None and other is not None and one.shape == other.shape:
                 pairs.append((first, second))
         return pairs
 

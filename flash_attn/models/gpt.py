@@ -446,6 +446,7 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
 
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
+        """Takes another one."""
         self._generation_config = value
 
     def _first_weights(self, module: nn.Module) -> None:

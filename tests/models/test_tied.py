@@ -111,6 +111,17 @@ def test_what_keeps_weights_tied(name, how):
     assert model.is_tied and model.get_parameter(embedding) is model.get_parameter(head)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_families(name):
+    """Those whose configuration ties are tied on memory after meta, and by a state dict without the head."""
+    model = on_meta(lambda: GPTLMHeadModel.from_config(CASES[name].config())).to_empty(device="cpu")
+    is_tied = model.lm_head.weight is model.get_parameter(EMBEDDING)
+    assert model.is_tied and is_tied == model.config.tie_word_embeddings
+    if is_tied:
+        loaded(model, state_of(model, HEAD), assign=True)
+        assert model.lm_head.weight is model.get_parameter(EMBEDDING)
+
+
 def test_gradients_move_too():
     model = gpt()
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
@@ -243,6 +254,14 @@ def test_embedding_that_was_replaced():
     model = gpt()
     model.set_input_embeddings(nn.Embedding(50, 32))
     assert_apart(model, model.lm_head)
+
+
+def test_weight_that_is_computed():
+    model = gpt()
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    loaded(model.to(torch.float64).float(), state_of(model))
+    model.tie_weights()
+    assert "weight" in model.lm_head.parametrizations and not model.is_tied
 
 
 def test_configuration_that_was_changed():

@@ -146,6 +146,17 @@ def test_options_of_checkpointing(options, device):
     assert not model.is_gradient_checkpointing
 
 
+def test_compiled_with_checkpoints():
+    """As one graph, whose operations are computed again."""
+    model, x, grads = gpt(n_layer=1), ids(), []
+    model.gradient_checkpointing_enable()
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        function(x, labels=x, use_cache=False).loss.backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_configurations_that_ask_for_it():
     assert gpt(gradient_checkpointing=True).is_gradient_checkpointing
     assert bert(gradient_checkpointing=True).is_gradient_checkpointing
