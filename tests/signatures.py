@@ -4,6 +4,7 @@ Callers rely on the names, the order and the defaults of parameters. Annotations
 a default that is a function or a class stands as its name.
 """
 
+_HEAD = "self, input_ids=None, *, labels=None, num_items_in_batch=None, return_dict=None, **inputs"  # of BERT
 SIGNATURES = {
     "flash_attn.bert_padding": {
         "index_first_axis": "input, indices",
@@ -272,25 +273,29 @@ SIGNATURES = {
         ),
         "BertModel": "config, add_pooling_layer=True",
         "BertModel.forward": (
-            "self, input_ids, position_ids=None, token_type_ids=None, attention_mask=None, masked_tokens_mask=None"
+            "self, input_ids=None, position_ids=None, token_type_ids=None, attention_mask=None, "
+            "masked_tokens_mask=None, *, inputs_embeds=None, return_dict=None, **options"
         ),
         "BertForPreTraining": "config",
         "BertForPreTraining.forward": (
-            "self, input_ids, position_ids=None, token_type_ids=None, attention_mask=None, labels=None, "
-            "next_sentence_label=None"
+            "self, input_ids=None, position_ids=None, token_type_ids=None, attention_mask=None, labels=None, "
+            "next_sentence_label=None, *, inputs_embeds=None, return_dict=None, **options"
         ),
         "BertForMaskedLM": "config",
-        "BertForMaskedLM.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForMaskedLM.forward": _HEAD,
         "BertForSequenceClassification": "config",
-        "BertForSequenceClassification.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForSequenceClassification.forward": _HEAD,
         "BertForTokenClassification": "config",
-        "BertForTokenClassification.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForTokenClassification.forward": _HEAD,
         "BertForNextSentencePrediction": "config",
-        "BertForNextSentencePrediction.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForNextSentencePrediction.forward": _HEAD,
         "BertForMultipleChoice": "config",
-        "BertForMultipleChoice.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForMultipleChoice.forward": _HEAD,
         "BertForQuestionAnswering": "config",
-        "BertForQuestionAnswering.forward": ("self, input_ids, *, start_positions=None, end_positions=None, **inputs"),
+        "BertForQuestionAnswering.forward": (
+            "self, input_ids=None, *, start_positions=None, end_positions=None, num_items_in_batch=None, "
+            "return_dict=None, **inputs"
+        ),
         "remap_state_dict": "state_dict, config",
         "inv_remap_state_dict": "state_dict, config, legacy_names=True",
     },
@@ -322,17 +327,30 @@ SIGNATURES = {
     "flash_attn.models.gpt": {
         "GPTLMHeadModel": "config, process_group=None, device=None, dtype=None",
         "GPTLMHeadModel.forward": (
-            "self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, labels=None, *, "
-            "shift_labels=None, loss_fn=None, attention_mask=None"
+            "self, input_ids=None, position_ids=None, inference_params=None, num_last_tokens=0, labels=None, *, "
+            "attention_mask=None, inputs_embeds=None, loss_fn=None, num_items_in_batch=None, return_dict=None, "
+            "**options"
         ),
         "GPTModel": "config, process_group=None, device=None, dtype=None",
-        "GPTModel.forward": "self, input_ids, position_ids=None, inference_params=None, *, attention_mask=None",
+        "GPTModel.forward": (
+            "self, input_ids=None, position_ids=None, inference_params=None, *, attention_mask=None, inputs_embeds=None"
+        ),
         "GPTPreTrainedModel": "config, *inputs, **kwargs",
         "GPTPreTrainedModel.from_config": "config, *, dtype=None, torch_dtype=None, **kwargs",
         "GPTPreTrainedModel.from_pretrained": (
             "model_name, config=None, *args, strict=True, device=None, dtype=None, world_size=1, rank=0, family=None, "
             "progress=True, torch_dtype=None, **kwargs"
         ),
+        "GPTLMHeadModel.activation_checkpointing_enable": (
+            "self, activation_checkpointing_kwargs=None, every_n_layers=1, offload=False"
+        ),
+        "GPTLMHeadModel.gradient_checkpointing_disable": "self",
+        "GPTLMHeadModel.gradient_checkpointing_enable": (
+            "self, gradient_checkpointing_kwargs=None, *, every_n_layers=1, offload=False"
+        ),
+        "GPTLMHeadModel.prepare_inputs_for_generation": "self, input_ids, attention_mask=None, **kwargs",
+        "GPTLMHeadModel.set_input_embeddings": "self, value",
+        "GPTLMHeadModel.set_output_embeddings": "self, new_embeddings",
         "GPTLMHeadModel.generate": (
             "self, input_ids, max_length=None, top_k=1, top_p=0.0, temperature=1.0, return_dict_in_generate=False, "
             "output_scores=False, *, max_new_tokens=None, **kwargs"
@@ -451,11 +469,13 @@ SIGNATURES = {
             "embed_dim, vocab_size, max_position_embeddings, padding_idx=None, word_embed_proj_dim=None, device=None,"
             " dtype=None"
         ),
-        "GPT2Embeddings.forward": "self, input_ids, position_ids=None",
+        "GPT2Embeddings.forward": "self, input_ids=None, position_ids=None, *, inputs_embeds=None",
         "BertEmbeddings": (
             "embed_dim, vocab_size, max_position_embeddings, type_vocab_size, padding_idx=None, device=None, dtype=None"
         ),
-        "BertEmbeddings.forward": "self, input_ids, position_ids=None, token_type_ids=None",
+        "BertEmbeddings.forward": (
+            "self, input_ids=None, position_ids=None, token_type_ids=None, *, inputs_embeds=None"
+        ),
         "VocabParallelEmbedding": "num_embeddings, *args, process_group=None, padding_idx=None, **kwargs",
         "VocabParallelEmbedding.forward": "self, input",
         "ColumnParallelEmbedding": "num_embeddings, embedding_dim, *args, process_group=None, **kwargs",

@@ -57,12 +57,19 @@ def load(
         told = f"{processes} without one" if group is None else processes
         raise ValueError(f"world_size must be the number of processes of process_group, {told}, found {world_size}")
     config, files = model.config, checkpoint_files(model_name, **hub)
-    absent = _compare(model, family, files, world_size, rank, strict)
+    theirs = _names_and_shapes(family, files)
+    tied = [name for name in family.keys.tied_sources(config) if name in theirs]
+    absent = _compare(model, family, theirs, world_size, rank, strict)
     pending = {}
     for piece in pieces(files, progress):
         pending |= piece
         piece.clear()  # so that nothing else holds the tensors
+        family.keys.spell(pending)
+        waiting = {}
+        if not all(name in pending for name in tied):  # the two are compared
+            waiting = {name: pending.pop(name) for name in tied if name in pending}
         _give(model, _converted(family, pending, config, world_size, rank), device)
+        pending |= waiting
     _materialise(model, absent, device)
     model.to(device)  # buffers
     model._generation_config = config_of_pretrained(model_name, "generation_config.json", **hub)
@@ -119,15 +126,21 @@ def _config_object(fields):
     return types.SimpleNamespace(**fields)
 
 
-def _compare(model, family, files, world_size, rank, strict):
-    """Compare what is in the files with the model; return the names of parameters that the files lack.
-
-    For that, meta tensors of the same names and shapes are converted as those of the files will be.
-    """
+def _names_and_shapes(family, files):
+    """Meta tensors like those of the files, by their usual names."""
     theirs = {}
     for path in files:
         theirs |= load_file(path, device="meta")
     family.keys.spell(theirs)
+    return theirs
+
+
+def _compare(model, family, theirs, world_size, rank, strict):
+    """Compare what is in the files with the model; return the names of parameters that the files lack.
+
+    For that, `theirs`, meta tensors, are converted as those of the files will be.
+    """
+    theirs = dict(theirs)
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     ours = _converted(family, theirs, model.config, world_size, rank)
     expected = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
@@ -229,21 +242,33 @@ def save(model, folder, name, max_shard_size):
     if name is None and source is None:
         name = "gpt2"
     family = find_family(name=name, model_type=None if source is None else source["model_type"])
-    fields = _gpt2_fields(model.config) if family.name == "gpt2" else source
+    prefix, config = _prefix(model), model.config
+    ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
+    if settings(config).tie_word_embeddings and not prefix:
+        if model.is_tied:
+            del ours["lm_head.weight"]
+        else:  # what it is, not what it was meant to be
+            config = overridden(config, {"tie_word_embeddings": False})
+            source = source and source | {"tie_word_embeddings": False}
+    fields = _gpt2_fields(config) if family.name == "gpt2" else source
     if fields is None or fields["model_type"] not in family.model_types:
         raise ValueError(f"family must be that of the model's configuration, found {family.name!r}")
     if family.name != "gpt2":
-        _check_described(model.config, family, source)
+        _check_described(config, family, source)
     max_shard_size = number_of_bytes(max_shard_size)
-    prefix = _prefix(model)
-    ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
-    if settings(model.config).tie_word_embeddings:
-        ours.pop("lm_head.weight", None)
-    theirs = family.keys.invert(ours, model.config)
+    known = {name for name, _ in family.keys.rules(settings(config))}
+    unknown = [name for name in ours if name not in known]
+    if unknown:
+        raise ValueError(
+            f"the model must have the tensors of the family {family.name} to be saved in its format, and no adapters: "
+            "merge these, as by merge_and_unload(), or let their own package save them" + listed("not known", unknown)
+        )
+    theirs = family.keys.invert(ours, config)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     documents = {"config.json": fields | {"dtype": dtype, "torch_dtype": dtype}}
-    if model._generation_config is not None:
-        documents["generation_config.json"] = model._generation_config
+    generation = model._generation_config
+    if generation is not None:
+        documents["generation_config.json"] = generation if isinstance(generation, dict) else generation.to_diff_dict()
     write_folder(folder, documents, theirs, max_shard_size)
 
 

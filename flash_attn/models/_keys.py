@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from flash_attn.models._config import Settings, round_up, settings
+from flash_attn.models._tied import check_tied
 
 EMBEDDINGS = "transformer.embeddings.word_embeddings"
 POSITIONS = "transformer.embeddings.position_embeddings"
 FINAL_NORM = "transformer.ln_f"
 HEAD = "lm_head"
-_TIED, _LAYER = (f"{EMBEDDINGS}.weight", f"{HEAD}.weight"), "transformer.layers.{i}."
+TIED = (f"{EMBEDDINGS}.weight", f"{HEAD}.weight")
+_LAYER = "transformer.layers.{i}."
 
 
 class Order(NamedTuple):
@@ -220,19 +222,31 @@ class KeyMap:
             tensors[usual] = tensor
 
     def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Make ours from `tensors`, and remove what was used. The rest stays there, under its usual names."""
+        """Make ours from `tensors`, and remove what was used. The rest stays there, under its usual names.
+
+        Of a tied embedding and head, either may be missing; ValueError if they differ.
+        """
         s = settings(config)
         self.spell(tensors)
+        embedding, head = self.tied_sources(s)
+        if head in tensors and embedding in tensors:
+            check_tied(embedding, tensors[embedding], head, tensors.pop(head))
+        elif head in tensors:
+            tensors[embedding] = tensors.pop(head)
         result = {}
         for ours, rule in self.rules(s):
-            if s.tie_word_embeddings and ours == _TIED[1]:
-                for source in rule.sources:
-                    tensors.pop(source, None)
-            elif all(source in tensors for source in rule.sources):
+            if all(source in tensors for source in rule.sources):
                 result[ours] = _made(ours, rule, [tensors.pop(source) for source in rule.sources], s)
-        if s.tie_word_embeddings and _TIED[0] in result:
-            result[_TIED[1]] = result[_TIED[0]]
+        if s.tie_word_embeddings and TIED[0] in result:
+            result[TIED[1]] = result[TIED[0]]
         return result
+
+    def tied_sources(self, config: Any) -> tuple[str, str]:
+        """The names of theirs that the embedding and the head are made of, if these are tied; else names of nothing."""
+        if not settings(config).tie_word_embeddings:
+            return "", ""
+        embedding, head = (next(iter(self.sources(ours, config)), "") for ours in TIED)
+        return embedding, head if head != embedding else ""
 
     def remap(self, state_dict: dict[str, Tensor], config: Any) -> "collections.OrderedDict[str, Tensor]":
         """Our state dict from theirs, which is emptied. Tensors with unknown names are kept under these."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_attn.models._config import Settings, settings
+from flash_attn.models._keys import TIED
+from flash_attn.models._tied import check_tied
 from flash_attn.modules.mha._heads import can_be_divided, features_of_process, heads_of_process
 
 
@@ -35,17 +37,20 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
         config: the GPT2Config of the model.
         world_size, rank: the number of processes, and this one's number.
 
-    Parts are copies, so that neither keeping nor saving a part keeps the whole tensor alive. Tied weights, which share
-    their memory, also share that of their part. Heads are divided as evenly as possible, the first processes having
+    Parts are copies, so that neither keeping nor saving a part keeps the whole tensor alive. Tied weights share the
+    memory of their part. Heads are divided as evenly as possible, the first processes having
     more; where there are fewer key heads than processes, keys and values are divided by their features (`ParallelMHA`).
     Raises ValueError, before anything is changed, unless there are at least as many query heads as processes, and
     world_size divides the padded vocabulary, the features, those within the MLP, and those of keys and values if they
-    are divided.
+    are divided; and if weights that the configuration ties differ.
     """
     s = settings(config)
     check_world_size(s, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be from 0 to {world_size - 1}, found {rank}")
+    if s.tie_word_embeddings and all(name in state_dict for name in TIED):
+        check_tied(TIED[0], state_dict[TIED[0]], TIED[1], state_dict[TIED[1]])
+        state_dict[TIED[1]] = state_dict[TIED[0]]
     made: dict[Any, Tensor] = {}  # the parts, by what they were cut from
     for name in list(state_dict):
         part = _part(name)

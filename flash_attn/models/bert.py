@@ -38,6 +38,15 @@ from flash_attn.models._options import (
     the_dtype,
 )
 from flash_attn.models._saving import write_folder
+from flash_attn.models._tied import TiedWeights, check_tied
+from flash_attn.models._trainers import (
+    LayerStack,
+    TrainerMethods,
+    as_asked,
+    check_options,
+    divided_by_items,
+    tokens_of,
+)
 from flash_attn.modules.block import Block
 from flash_attn.modules.embedding import BertEmbeddings
 from flash_attn.modules.mha import MHA
@@ -98,6 +107,7 @@ _OPTIONS = dict(
     classifier_dropout=None,  # before a classifier; hidden_dropout_prob if None
     num_labels=2,  # of a classifier
     problem_type=None,  # the loss of BertForSequenceClassification; None: chosen by the labels
+    gradient_checkpointing=False,  # compute each layer again in the backward
 )
 
 # Fields of transformers that are not supported, with the one value that asks for nothing.
@@ -270,13 +280,14 @@ def _init_weights(module: nn.Module, initializer_range: float = 0.02) -> None:
             module.weight[module.padding_idx].zero_()
 
 
-class BertEncoder(nn.Module):
+class BertEncoder(LayerStack):
     """The layers of BERT."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.use_flash_attn = _option(config, "use_flash_attn")
         self.last_layer_subset = _option(config, "last_layer_subset")
+        self.gradient_checkpointing = _option(config, "gradient_checkpointing")
         self.layers = nn.ModuleList([create_block(config, layer_idx=i) for i in range(config.num_hidden_layers)])
 
     def forward(
@@ -295,23 +306,28 @@ class BertEncoder(nn.Module):
         if key_padding_mask is not None and self.use_flash_attn:
             return self._without_padding(hidden_states, key_padding_mask, subset_mask)
         kwargs = {} if key_padding_mask is None else dict(key_padding_mask=key_padding_mask)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, mixer_kwargs=kwargs)
+        hidden_states = self._run_layers(len(self.layers), hidden_states, kwargs)
         return hidden_states if subset_mask is None else _rows(hidden_states, subset_mask)
 
     def _without_padding(self, hidden_states, key_padding_mask, subset_mask):
         batch, seqlen = key_padding_mask.shape
         hidden_states, indices, cu_seqlens, max_seqlen, _ = unpad_input(hidden_states, key_padding_mask)
         lengths = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-        for layer in self.layers[: -1 if self.last_layer_subset else None]:
-            hidden_states = layer(hidden_states, mixer_kwargs=lengths)
+        last = len(self.layers) - 1
+        hidden_states = self._run_layers(last if self.last_layer_subset else last + 1, hidden_states, lengths)
         if self.last_layer_subset:
             of_keys = dict(cu_seqlens_k=cu_seqlens, max_seqlen_k=max_seqlen)
             if subset_mask is not None:
                 return self._last_layer_of_subset(hidden_states, of_keys, key_padding_mask, subset_mask)
-            hidden_states = self.layers[-1](hidden_states, mixer_kwargs=lengths | of_keys)
+            hidden_states = self._run_layer(last, self.layers[-1], hidden_states, mixer_kwargs=lengths | of_keys)
         hidden_states = pad_input(hidden_states, indices, batch, seqlen)
         return hidden_states if subset_mask is None else _rows(hidden_states, subset_mask)
+
+    def _run_layers(self, count, hidden_states, mixer_kwargs):
+        """The first `count` layers."""
+        for i, layer in enumerate(self.layers[:count]):
+            hidden_states = self._run_layer(i, layer, hidden_states, mixer_kwargs=mixer_kwargs)
+        return hidden_states
 
     def _last_layer_of_subset(self, hidden_states, of_keys, key_padding_mask, subset_mask):
         """The last layer with the tokens of the subset as queries, and all tokens (total, hidden_size) as keys."""
@@ -319,7 +335,8 @@ class BertEncoder(nn.Module):
         rows, _, cu_seqlens, max_seqlen, _ = unpad_input(row_of_token, key_padding_mask & subset_mask)
         queries = index_first_axis(hidden_states, rows)
         of_queries = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-        out = self.layers[-1](queries, mixer_kwargs=dict(x_kv=hidden_states, **of_queries, **of_keys))
+        options = dict(x_kv=hidden_states, **of_queries, **of_keys)
+        out = self._run_layer(len(self.layers) - 1, self.layers[-1], queries, mixer_kwargs=options)
         is_token = key_padding_mask[subset_mask]
         places = is_token.nonzero_static(size=rows.shape[0]).squeeze(1)
         return index_put_first_axis(out, places, is_token.shape[0])
@@ -449,11 +466,16 @@ class BertForQuestionAnsweringOutput(NamedTuple):
 Self = TypeVar("Self", bound="BertPreTrainedModel")
 
 
-class BertPreTrainedModel(nn.Module):
-    """What all models here share: their configuration, and checkpoints of transformers.
+class BertPreTrainedModel(TiedWeights, TrainerMethods):
+    """What all models here share: their configuration, checkpoints of transformers, and what trainers call.
+
+    With config.tie_word_embeddings, the weight of the decoder of the head for masked tokens is that of the word
+    embeddings, by the same rule as in `flash_attn.models.gpt.GPTLMHeadModel`.
 
     Raises TypeError or ValueError for a configuration that lacks fields or asks for what is not supported.
     """
+
+    main_input_name = "input_ids"
 
     bert: "BertModel"  # of the models with heads
     cls: BertPreTrainingHeads | _MaskedLMHead | _NextSentenceHead  # of those with heads of the pre-training
@@ -509,6 +531,8 @@ class BertPreTrainedModel(nn.Module):
         has_both = found.keys() >= {_BIAS, _DECODER_BIAS}
         found = model._named_alike(_with_todays_names(found))
         fresh = model._check_checkpoint(model_name, found, strict)
+        embedding = f"{model._input_name()}.weight"
+        tied = [embedding, _DECODER] if model._tied_modules() and _DECODER in found else []
         model.to(dtype=dtype).to_empty(device=device)
         model.tie_weights()
         for name, module in model.named_modules():
@@ -521,7 +545,14 @@ class BertPreTrainedModel(nn.Module):
                 piece.pop(_BIAS, None)
             pending |= model._named_alike(_with_todays_names(piece))
             piece.clear()
+            waiting = {}
+            if tied and all(name in pending for name in tied):
+                check_tied(embedding, pending[embedding], _DECODER, pending.pop(_DECODER))
+                tied = []
+            elif tied:  # the two are compared
+                waiting = {name: pending.pop(name) for name in tied if name in pending}
             model._load_from(pending)
+            pending |= waiting
         return model
 
     def save_pretrained(self, folder: str | pathlib.Path) -> None:
@@ -537,20 +568,23 @@ class BertPreTrainedModel(nn.Module):
             )
         write_folder(folder, {"config.json": self._their_config()}, self._their_state_dict(), 5 * 10**9)
 
-    def tie_weights(self) -> None:
-        """Use the weight of the word embeddings in the head for masked tokens, if there is one and they are tied."""
-        predictions = self._tied_predictions()
-        if predictions is not None:
-            predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+    def _input_name(self) -> str:
+        return f"{'bert.' if hasattr(self, 'bert') else ''}embeddings.word_embeddings"
 
-    def _tied_predictions(self):
-        """The head for masked tokens whose weight is that of the word embeddings, or None."""
-        tied = _option(self.config, "tie_word_embeddings")
-        return getattr(getattr(self, "cls", None), "predictions", None) if tied else None
+    def _output_name(self) -> str | None:
+        has_decoder = hasattr(getattr(self, "cls", None), "predictions")
+        return "cls.predictions.decoder" if has_decoder else None
+
+    def _tied_modules(self) -> list[tuple[str, str]]:
+        decoder = self._output_name()
+        if decoder is None or not _option(self.config, "tie_word_embeddings"):
+            return []
+        return [(self._input_name(), decoder)]
 
     def _finish(self):
         """Draw all parameters and tie weights: the last step of each constructor."""
         self.apply(functools.partial(_init_weights, initializer_range=self.config.initializer_range))
+        self._mark_tied()
         self.tie_weights()
 
     def _load_from(self, pending):
@@ -572,7 +606,7 @@ class BertPreTrainedModel(nn.Module):
     def _their_state_dict(self):
         """Parameters by transformers' names. Of those that are tied, only the word embeddings."""
         state_dict = self.state_dict()
-        if self._tied_predictions() is not None:
+        if self._tied_modules() and self.is_tied:
             del state_dict["cls.predictions.decoder.weight"]
         result = inv_remap_state_dict(state_dict, self.config, legacy_names=False)
         if "cls.predictions.decoder.weight" in result:  # untied, transformers has two biases and uses this one
@@ -584,7 +618,8 @@ class BertPreTrainedModel(nn.Module):
         config.vocab_size = getattr(config, "orig_vocab_size", config.vocab_size)
         fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
         fields = {name: value for name, value in fields.items() if name != "orig_vocab_size"}
-        return fields | dict(model_type="bert", architectures=[type(self).__name__])
+        tied = {} if self.is_tied else dict(tie_word_embeddings=False)  # what it is, not what it was meant to be
+        return fields | tied | dict(model_type="bert", architectures=[type(self).__name__])
 
     def _check_checkpoint(self, model_name, found, strict):
         """The names of our parameters that a checkpoint with transformers' names does not have, all in heads.
@@ -653,11 +688,15 @@ class BertModel(BertPreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         masked_tokens_mask: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
     ) -> BertModelOutput:
         """Hidden states of the last layer.
 
@@ -667,14 +706,27 @@ class BertModel(BertPreTrainedModel):
             token_type_ids: (batch, seqlen); 0 if None.
             attention_mask: (batch, seqlen), bool or integers, 0 for padding.
             masked_tokens_mask: (batch, seqlen) bool, the tokens of which hidden states are wanted.
+            inputs_embeds: (batch, seqlen, hidden_size), instead of input_ids: what get_input_embeddings()(input_ids)
+                would give.
+            return_dict: False gives a plain tuple, without what is None.
+            options: what else transformers' models take may be given where it asks for nothing, as use_cache=False.
 
-        last_hidden_state is (batch, seqlen, hidden_size), or with masked_tokens_mask that of these tokens in order,
-        (tokens, hidden_size). Raises TypeError or ValueError for inputs of another dtype or shape.
+        Returns a BertModelOutput. last_hidden_state is (batch, seqlen, hidden_size), or with masked_tokens_mask that of
+        these tokens in order, (tokens, hidden_size). Raises TypeError or ValueError for inputs of another dtype or
+        shape, and for options that ask for something else, with what to do instead.
         """
-        hidden_states = self.embeddings(input_ids, position_ids=position_ids, token_type_ids=token_type_ids)
-        mask = None if attention_mask is None else _token_mask(attention_mask, input_ids)
+        check_options(self, options, is_encoder=True)
+        tokens = tokens_of(input_ids, inputs_embeds)
+        mask = None if attention_mask is None else _token_mask(attention_mask, tokens)
         if masked_tokens_mask is not None:
-            _check_like("masked_tokens_mask", masked_tokens_mask, input_ids, (torch.bool,))
+            _check_like("masked_tokens_mask", masked_tokens_mask, tokens, (torch.bool,))
+        hidden_states = self.embeddings(
+            input_ids, position_ids=position_ids, token_type_ids=token_type_ids, inputs_embeds=inputs_embeds
+        )
+        return as_asked(self._encoded(hidden_states, mask, masked_tokens_mask), return_dict)
+
+    def _encoded(self, hidden_states, mask, masked_tokens_mask):
+        """The output of embeddings with these masks."""
         hidden_states = self.emb_drop(_normed(self.config, self.emb_ln, hidden_states))
         if masked_tokens_mask is None:
             hidden_states = self.encoder(hidden_states, mask)
@@ -694,6 +746,8 @@ class BertModel(BertPreTrainedModel):
 class _BertWithHead(BertPreTrainedModel):
     """A model that has an encoder, `bert`."""
 
+    accepts_loss_kwargs = True  # transformers.Trainer: forward takes num_items_in_batch
+
     def _encode(self, masked, **inputs):
         """What the encoder returns. With dense_seq_output, hidden states of the masked tokens alone, if any are given.
 
@@ -710,22 +764,26 @@ class _BertWithHead(BertPreTrainedModel):
         """How many classes labels of tokens have: without the padding of the vocabulary."""
         return getattr(self.config, "orig_vocab_size", self.config.vocab_size)
 
-    def _prediction_loss(self, logits, labels, masked, ignore_index):
+    def _prediction_loss(self, logits, labels, masked, ignore_index, num_items_in_batch=None):
         """Mean cross entropy of logits (..., vocab_size), of all tokens or the masked ones, and labels."""
         if _option(self.config, "dense_seq_output"):
             # With the size of the logits, because torch.compile cannot know that two counts of masked tokens are equal.
             places = masked.flatten().nonzero_static(size=logits.shape[0]).squeeze(1)
             labels = labels.flatten()[places]
-        return self._cross_entropy(ignore_index, inplace=True)(logits.flatten(0, -2), labels.flatten())
+        options = dict(ignore_index=ignore_index, reduction=_reduction(num_items_in_batch))
+        loss = self._cross_entropy(inplace=True, **options)(logits.flatten(0, -2), labels.flatten())
+        return _of_items(loss, num_items_in_batch)
 
-    def _cross_entropy(self, ignore_index, inplace=False):
+    def _cross_entropy(self, inplace=False, **options):
         if _option(self.config, "use_xentropy"):
-            return CrossEntropyLoss(ignore_index=ignore_index, inplace_backward=inplace)
-        return nn.CrossEntropyLoss(ignore_index=ignore_index)
+            return CrossEntropyLoss(inplace_backward=inplace, **options)
+        return nn.CrossEntropyLoss(**options)
 
 
 class BertForPreTraining(_BertWithHead):
     """BERT with the two heads of its pre-training."""
+
+    accepts_loss_kwargs = False  # its loss is the sum of two means
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -735,30 +793,36 @@ class BertForPreTraining(_BertWithHead):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
     ) -> BertForPreTrainingOutput:
         """Logits of both heads, and the sum of their losses if both kinds of labels are given.
 
         Arguments:
-            input_ids, position_ids, token_type_ids, attention_mask: as in `BertModel`.
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds, return_dict, options: as in
+                `BertModel`.
             labels: (batch, seqlen) int64, the ids of masked tokens; 0 and less for tokens that are not masked.
             next_sentence_label: (batch,) int64, 0 or 1; -1 where there is none.
 
-        With dense_seq_output and labels, prediction_logits are those of masked tokens alone, (tokens, vocab_size).
+        Returns a BertForPreTrainingOutput. With dense_seq_output and labels, prediction_logits are those of masked
+        tokens alone, (tokens, vocab_size).
         """
-        masked = None
+        masked, tokens = None, tokens_of(input_ids, inputs_embeds)
         if labels is not None:
-            _check_like("labels", labels, input_ids, (torch.int64,))
+            _check_like("labels", labels, tokens, (torch.int64,))
             labels = labels.clamp(min=0)
             xentropy.check_classes(labels, self._vocab_size())
             masked = labels > 0
         if next_sentence_label is not None:
-            _check_labels("next_sentence_label", next_sentence_label, input_ids.shape[:1])
+            _check_labels("next_sentence_label", next_sentence_label, tokens.shape[:1])
             xentropy.check_classes(next_sentence_label, 2, -1, "next_sentence_label")
         outputs = self._encode(
             masked,
@@ -766,6 +830,8 @@ class BertForPreTraining(_BertWithHead):
             position_ids=position_ids,
             token_type_ids=token_type_ids,
             attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **options,
         )
         predictions, relationship = self.cls(*outputs)
         loss = None
@@ -773,7 +839,7 @@ class BertForPreTraining(_BertWithHead):
             prediction_loss = self._prediction_loss(predictions, labels, masked, ignore_index=0)
             relationship_loss = self._cross_entropy(ignore_index=-1)(relationship, next_sentence_label)
             loss = prediction_loss.float() + relationship_loss.float()
-        return BertForPreTrainingOutput(loss, predictions, relationship)
+        return as_asked(BertForPreTrainingOutput(loss, predictions, relationship), return_dict)
 
 
 class BertForMaskedLM(_BertWithHead):
@@ -785,23 +851,35 @@ class BertForMaskedLM(_BertWithHead):
         self.cls = _MaskedLMHead(config)
         self._finish()
 
-    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
+    ) -> BertHeadOutput:
         """Logits (batch, seqlen, vocab_size), and with labels the mean cross entropy of tokens that have one.
 
         Arguments:
             labels: (batch, seqlen) int64, -100 for tokens that are not masked.
-            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+            num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
+                so that losses of several batches add up to the mean over all of them.
+            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
+                inputs_embeds.
 
-        With dense_seq_output and labels, logits are those of masked tokens alone, (tokens, vocab_size).
+        Returns a BertHeadOutput. With dense_seq_output and labels, logits are those of masked tokens alone, (tokens,
+        vocab_size).
         """
         masked = None
         if labels is not None:
-            _check_like("labels", labels, input_ids, (torch.int64,))
+            _check_like("labels", labels, tokens_of(input_ids, inputs.get("inputs_embeds")), (torch.int64,))
             xentropy.check_classes(labels, self._vocab_size())
             masked = labels != -100
         logits = self.cls(self._encode(masked, input_ids=input_ids, **inputs).last_hidden_state)
-        loss = None if labels is None else self._prediction_loss(logits, labels, masked, ignore_index=-100)
-        return BertHeadOutput(loss, logits)
+        loss = None if labels is None else self._prediction_loss(logits, labels, masked, -100, num_items_in_batch)
+        return as_asked(BertHeadOutput(loss, logits), return_dict)
 
 
 class BertForNextSentencePrediction(_BertWithHead):
@@ -813,16 +891,30 @@ class BertForNextSentencePrediction(_BertWithHead):
         self.cls = _NextSentenceHead(config)
         self._finish()
 
-    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
+    ) -> BertHeadOutput:
         """Logits (batch, 2), and with labels the mean cross entropy of sequences that have one.
 
         Arguments:
             labels: (batch,) int64, 0 if the second sentence follows the first, 1 if it is any other; -100 for sequences
                 that do not count.
-            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+            num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
+                so that losses of several batches add up to the mean over all of them.
+            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
+                inputs_embeds.
+
+        Returns a BertHeadOutput.
         """
         logits = self.cls(self.bert(input_ids, **inputs).pooler_output)
-        return BertHeadOutput(None if labels is None else _loss_of_sequences(logits, labels), logits)
+        loss = None if labels is None else _loss_of_sequences(logits, labels, num_items_in_batch)
+        return as_asked(BertHeadOutput(loss, logits), return_dict)
 
 
 class _BertClassifier(_BertWithHead):
@@ -844,7 +936,15 @@ class BertForSequenceClassification(_BertClassifier):
     def __init__(self, config: Config) -> None:
         super().__init__(config, add_pooling_layer=True, num_labels=_option(config, "num_labels"))
 
-    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
+    ) -> BertHeadOutput:
         """Logits (batch, num_labels), and with labels the loss that config.problem_type names.
 
         Arguments:
@@ -852,24 +952,31 @@ class BertForSequenceClassification(_BertClassifier):
                 (batch, num_labels) floats 0 and 1; for "regression" floats (batch, num_labels), or (batch,) if that is
                 1. If problem_type is None: regression if num_labels is 1, else by dtype, int64 for a single label and
                 floats for several.
-            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+            num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
+                so that losses of several batches add up to the mean over all of them.
+            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
+                inputs_embeds.
+
+        Returns a BertHeadOutput.
         """
         logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).pooler_output))
-        return BertHeadOutput(None if labels is None else self._loss(logits, labels), logits)
+        loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
+        return as_asked(BertHeadOutput(loss, logits), return_dict)
 
-    def _loss(self, logits, labels):
+    def _loss(self, logits, labels, num_items_in_batch):
         kind = _option(self.config, "problem_type")
         if kind is None:
             single = "multi_label" if labels.is_floating_point() else "single_label"
             kind = "regression" if self.num_labels == 1 else f"{single}_classification"
         if kind == "single_label_classification":
-            return _loss_of_sequences(logits, labels)
+            return _loss_of_sequences(logits, labels, num_items_in_batch)
         labels = labels.view_as(logits) if self.num_labels == 1 else labels
         checks.tensor("labels", labels, shape=logits.shape, device=logits.device)
         losses = {"regression": nn.MSELoss, "multi_label_classification": nn.BCEWithLogitsLoss}
         if kind not in losses:
             raise ValueError(f"config.problem_type must be one of {', '.join(losses)}, found {kind!r}")
-        return losses[kind]()(logits, labels.to(logits.dtype))
+        loss = losses[kind](reduction=_reduction(num_items_in_batch))(logits, labels.to(logits.dtype))
+        return _of_items(loss, num_items_in_batch)
 
 
 class BertForTokenClassification(_BertClassifier):
@@ -878,19 +985,35 @@ class BertForTokenClassification(_BertClassifier):
     def __init__(self, config: Config) -> None:
         super().__init__(config, add_pooling_layer=False, num_labels=_option(config, "num_labels"))
 
-    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
+    ) -> BertHeadOutput:
         """Logits (batch, seqlen, num_labels), and with labels the mean cross entropy of tokens that have one.
 
         Arguments:
             labels: (batch, seqlen) int64, -100 for tokens that do not count.
-            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+            num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
+                so that losses of several batches add up to the mean over all of them.
+            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
+                inputs_embeds.
+
+        Returns a BertHeadOutput.
         """
         if labels is not None:
-            _check_like("labels", labels, input_ids, (torch.int64,))
+            _check_like("labels", labels, tokens_of(input_ids, inputs.get("inputs_embeds")), (torch.int64,))
             xentropy.check_classes(labels, self.num_labels)
         logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).last_hidden_state))
-        loss = None if labels is None else nn.CrossEntropyLoss()(logits.flatten(0, 1), labels.flatten())
-        return BertHeadOutput(loss, logits)
+        loss = None
+        if labels is not None:
+            loss = nn.CrossEntropyLoss(reduction=_reduction(num_items_in_batch))(logits.flatten(0, 1), labels.flatten())
+            loss = _of_items(loss, num_items_in_batch)
+        return as_asked(BertHeadOutput(loss, logits), return_dict)
 
 
 class BertForMultipleChoice(_BertClassifier):
@@ -899,26 +1022,37 @@ class BertForMultipleChoice(_BertClassifier):
     def __init__(self, config: Config) -> None:
         super().__init__(config, add_pooling_layer=True, num_labels=1)
 
-    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
+    ) -> BertHeadOutput:
         """Logits (batch, choices), and with labels the mean cross entropy of rows that have one.
 
         Arguments:
             labels: (batch,) int64, the number of the right choice; -100 for rows that do not count.
+            num_items_in_batch, return_dict: as in `BertForSequenceClassification`.
             input_ids: (batch, choices, seqlen), token ids.
-            inputs: position_ids, (seqlen,) or like input_ids, and token_type_ids and attention_mask, like input_ids; as
-                in `BertModel`.
+            inputs: position_ids, (seqlen,) or like input_ids; token_type_ids and attention_mask, like input_ids; or
+                instead of input_ids inputs_embeds, (batch, choices, seqlen, hidden_size); as in `BertModel`.
+
+        Returns a BertHeadOutput.
         """
-        checks.tensor("input_ids", input_ids)
-        checks.ndim("input_ids", input_ids, "(batch, choices, seqlen)")
+        tokens = tokens_of(input_ids, inputs.get("inputs_embeds"), "(batch, choices, seqlen)")
         for name in ("position_ids", "token_type_ids", "attention_mask"):
             given = inputs.get(name)
             is_for_all = name == "position_ids" and isinstance(given, Tensor) and given.dim() < 3
             if given is not None and not is_for_all:  # BertModel checks what is for all
-                checks.tensor(name, given, shape=input_ids.shape)
-        flat = {name: x.flatten(0, 1) if isinstance(x, Tensor) and x.dim() == 3 else x for name, x in inputs.items()}
-        pooled = self.bert(input_ids.flatten(0, 1), **flat).pooler_output
-        logits = self.classifier(self.dropout(pooled)).view(input_ids.shape[:2])
-        return BertHeadOutput(None if labels is None else _loss_of_sequences(logits, labels), logits)
+                checks.tensor(name, given, shape=tokens.shape)
+        flat = {name: x.flatten(0, 1) if isinstance(x, Tensor) and x.dim() >= 3 else x for name, x in inputs.items()}
+        pooled = self.bert(None if input_ids is None else input_ids.flatten(0, 1), **flat).pooler_output
+        logits = self.classifier(self.dropout(pooled)).view(tokens.shape[:2])
+        loss = None if labels is None else _loss_of_sequences(logits, labels, num_items_in_batch)
+        return as_asked(BertHeadOutput(loss, logits), return_dict)
 
 
 class BertForQuestionAnswering(_BertWithHead):
@@ -934,43 +1068,57 @@ class BertForQuestionAnswering(_BertWithHead):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         *,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
-        **inputs: Tensor | None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
     ) -> BertForQuestionAnsweringOutput:
         """Logits (batch, seqlen) twice, and with both kinds of positions the mean of their two cross entropies.
 
         Arguments:
             start_positions, end_positions: (batch,) int64, the first and the last token of an answer. Those of seqlen
                 and more do not count; negative ones are 0, as in transformers.
-            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+            num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
+                so that losses of several batches add up to the mean over all of them.
+            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
+                inputs_embeds.
 
-        The cross entropies are over all tokens, padding too, as in transformers. The logits of padding are others with
-        use_flash_attn, which has zeros as its hidden states.
+        Returns a BertForQuestionAnsweringOutput. The cross entropies are over all tokens, padding too, as in
+        transformers. The logits of padding are others with use_flash_attn, which has zeros as its hidden states.
         """
+        batch, seqlen = tokens_of(input_ids, inputs.get("inputs_embeds")).shape
         for name, given in (("start_positions", start_positions), ("end_positions", end_positions)):
             if given is not None:
-                _check_labels(name, given, input_ids.shape[:1])
+                _check_labels(name, given, (batch,))
         logits = self.qa_outputs(self.bert(input_ids, **inputs).last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            seqlen = input_ids.shape[1]
-            cross_entropy = nn.CrossEntropyLoss(ignore_index=seqlen)
+            cross_entropy = nn.CrossEntropyLoss(ignore_index=seqlen, reduction=_reduction(num_items_in_batch))
             start, end = (
                 cross_entropy(each, right.clamp(0, seqlen))
                 for each, right in zip(logits, (start_positions, end_positions), strict=True)
             )
-            loss = (start + end) / 2
-        return BertForQuestionAnsweringOutput(loss, *logits)
+            loss = _of_items((start + end) / 2, num_items_in_batch)
+        return as_asked(BertForQuestionAnsweringOutput(loss, *logits), return_dict)
 
 
-def _loss_of_sequences(logits, labels):
+def _reduction(num_items_in_batch):
+    return "mean" if num_items_in_batch is None else "sum"
+
+
+def _of_items(loss, num_items_in_batch):
+    return loss if num_items_in_batch is None else divided_by_items(loss, num_items_in_batch)
+
+
+def _loss_of_sequences(logits, labels, num_items_in_batch=None):
     """Mean cross entropy of logits (batch, classes) and labels, without those that are -100."""
     _check_labels("labels", labels, logits.shape[:1])
     xentropy.check_classes(labels, logits.shape[1])
-    return nn.CrossEntropyLoss()(logits, labels)
+    loss = nn.CrossEntropyLoss(reduction=_reduction(num_items_in_batch))(logits, labels)
+    return _of_items(loss, num_items_in_batch)
 
 
 def _token_mask(attention_mask, input_ids):
@@ -993,6 +1141,7 @@ def _check_labels(name, labels, shape):
 
 _LEGACY_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # which older checkpoints hold
+_DECODER = "cls.predictions.decoder.weight"
 _BIAS, _DECODER_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"  # one parameter, if weights are tied
 
 

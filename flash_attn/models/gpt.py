@@ -14,17 +14,17 @@ with their defaults. `from_config` also takes the configurations of the other fa
 """
 
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
 from flash_attn import _library
 from flash_attn._ops import checks, xentropy
@@ -41,6 +41,15 @@ from flash_attn.models._gpt2 import (
 from flash_attn.models._options import refuse_float64
 from flash_attn.models._rope import depends_on_length, rotary_embedding
 from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
+from flash_attn.models._tied import TiedWeights
+from flash_attn.models._trainers import (
+    LayerStack,
+    TrainerMethods,
+    as_asked,
+    check_options,
+    divided_by_items,
+    tokens_of,
+)
 from flash_attn.models.bigcode import remap_state_dict_hf_bigcode
 from flash_attn.models.falcon import remap_state_dict_hf_falcon
 from flash_attn.models.gpt_neox import remap_state_dict_hf_gpt_neox
@@ -319,10 +328,11 @@ def _init_weights(
 _Model = TypeVar("_Model", bound="GPTPreTrainedModel")
 
 
-class GPTPreTrainedModel(nn.Module):
-    """What the models share: their configuration, and checkpoints."""
+class GPTPreTrainedModel(TiedWeights, TrainerMethods):
+    """What the models share: their configuration, checkpoints, tied weights, and what trainers call."""
 
-    _generation_config: dict[str, Any] | None = None  # of the checkpoint: saved with the model, not used
+    main_input_name = "input_ids"
+    _generation_config: Any = None  # of the checkpoint: saved with the model, not used
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -423,18 +433,28 @@ class GPTPreTrainedModel(nn.Module):
         """
         _checkpoint.save(self, folder, family, max_shard_size)
 
-    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
-        """Compute each layer again in the backward instead of saving its activations: config.gradient_checkpointing."""
-        for module in self.modules():
-            if isinstance(module, GPTModel):
-                module.gradient_checkpointing = enabled
+    @property
+    def generation_config(self) -> Any:
+        """The transformers.GenerationConfig that `save_pretrained` writes. `generate` takes nothing from it."""
+        if self._generation_config is None or isinstance(self._generation_config, dict):
+            from transformers import GenerationConfig
+
+            names = ("bos_token_id", "eos_token_id", "pad_token_id")
+            of_config = {name: getattr(self.config, name, None) for name in names}
+            self._generation_config = GenerationConfig.from_dict(of_config | (self._generation_config or {}))
+        return self._generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        """Takes another one."""
+        self._generation_config = value
 
     def _first_weights(self, module: nn.Module) -> None:
         s = settings(self.config)
         _init_weights(module, s.n_layer, s.initializer_range, s.mup_width_scale)
 
 
-class GPTModel(GPTPreTrainedModel):
+class GPTModel(GPTPreTrainedModel, LayerStack):
     """The decoder without its head.
 
     Arguments:
@@ -490,6 +510,9 @@ class GPTModel(GPTPreTrainedModel):
         self.apply(self._first_weights)
         self.tie_weights()
 
+    def _input_name(self) -> str:
+        return "embeddings.word_embeddings"
+
     def tie_weights(self) -> None:
         """Copy parameters that all processes of the group share from the first process."""
         if self.process_group is not None and not next(self.parameters()).is_meta:
@@ -504,11 +527,12 @@ class GPTModel(GPTPreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inference_params: Any = None,
         *,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """The normed residual stream after the last layer.
 
@@ -522,11 +546,16 @@ class GPTModel(GPTPreTrainedModel):
                 but not between them. Padding between them is an error on the CPU; on a GPU, where reading the mask
                 would wait for the device, and in a compiled graph, the row becomes NaN. Each row gives what it would
                 give alone. Not with inference_params, whose leftpad_per_sample says the same.
+            inputs_embeds: (batch, seqlen, features of the word embeddings), instead of input_ids: what
+                get_input_embeddings()(input_ids) would give. Not with a group.
 
         Returns (batch, seqlen, features), with arbitrary values at padding; with a group and sequence_parallel, this
         process's part of (batch * seqlen, features).
         """
         by_tokens = self.process_group is not None and self.sequence_parallel
+        tokens = tokens_of(input_ids, inputs_embeds)
+        if inputs_embeds is not None and self.process_group is not None:
+            raise ValueError("inputs_embeds must be None with process_group, found a tensor: give input_ids")
         leftpad = fits = None
         if attention_mask is not None:
             for condition, says in (
@@ -538,37 +567,39 @@ class GPTModel(GPTPreTrainedModel):
             ):
                 if not condition:
                     raise ValueError(says)
-            leftpad, fits = _padding(attention_mask, input_ids)
+            leftpad, fits = _padding(attention_mask, tokens)
         if position_ids is not None:
-            _check_of_tokens("position_ids", position_ids, input_ids)
+            _check_of_tokens("position_ids", position_ids, tokens)
             if inference_params is None and self.embeddings.max_position_embeddings <= 0:
-                counts = _count_up(position_ids.expand_as(input_ids), attention_mask)
+                counts = _count_up(position_ids.expand_as(tokens), attention_mask)
                 fits = counts if fits is None else fits & counts
         if leftpad is not None:  # padding moves behind the tokens, where causality hides it
             if position_ids is not None:
-                position_ids = shifted(position_ids.expand_as(input_ids), leftpad)
-            input_ids = shifted(input_ids, leftpad)
-        hidden = self._run(input_ids, position_ids, inference_params, by_tokens)
+                position_ids = shifted(position_ids.expand_as(tokens), leftpad)
+            input_ids = None if input_ids is None else shifted(input_ids, leftpad)
+            inputs_embeds = None if inputs_embeds is None else shifted(inputs_embeds, leftpad)
+        given = dict(input_ids=input_ids) if inputs_embeds is None else dict(inputs_embeds=inputs_embeds)
+        hidden = self._run(given, tokens.shape[1], position_ids, inference_params, by_tokens)
         if leftpad is not None:
             hidden = shifted(hidden, -leftpad)
         return hidden if fits is None or by_tokens else hidden.masked_fill(~fits[:, None, None], math.nan)
 
-    def _run(self, input_ids, position_ids, inference_params, by_tokens):
-        """`forward` of rows that begin with a token."""
+    def _run(self, given, seqlen, position_ids, inference_params, by_tokens):
+        """`forward` of rows that begin with a token. given: the input by its name."""
         options: dict[str, Any] = dict(combine_batch_seqlen_dim=True) if by_tokens else {}
-        hidden = self.embeddings(input_ids, position_ids=position_ids, **options)
+        hidden = self.embeddings(**given, position_ids=position_ids, **options)
         if self.embeddings_multiplier != 1.0:
             hidden = hidden * self.embeddings_multiplier
-        mixer_kwargs: dict[str, Any] = dict(seqlen=input_ids.shape[1]) if by_tokens else {}
+        mixer_kwargs: dict[str, Any] = dict(seqlen=seqlen) if by_tokens else {}
         if inference_params is not None:
             mixer_kwargs["inference_params"] = inference_params
         stream: tuple[Any, ...] = (
             hidden,
             *(None,) * (2 if self.parallel_block else 1),
         )  # what blocks take and return
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and inference_params is None
-        for layer in self.layers:
-            run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+        for i, layer in enumerate(self.layers):
+            # A layer that appends to a cache is not run twice.
+            run = functools.partial(self._run_layer, i, layer) if inference_params is None else layer
             if self.prenorm:
                 stream = run(*stream, mixer_kwargs=mixer_kwargs)
             else:
@@ -640,6 +671,12 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
 
     The arguments are those of `GPTModel`. With a group, every process has its part of the vocabulary.
 
+    With config.tie_word_embeddings, the weight of `lm_head` is that of the word embeddings, and stays so when the model
+    is moved, copied, pickled, put on memory after the meta device, or loaded, with assign or without. A state dict may
+    have either of the two keys, or both with equal values. This holds for the two modules that the constructor made:
+    a layer in the place of one, as an adapter or an nn.Linear of yours, is left alone, and `save_pretrained` then
+    writes two tensors, and tie_word_embeddings as false. Entries of `state_dict` have memory of their own.
+
     >>> from transformers import GPT2Config
     >>> model = GPTLMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100))
     >>> tokens = torch.randint(100, (2, 5))
@@ -650,6 +687,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     >>> model.eval().generate(tokens, max_length=8).shape
     torch.Size([2, 8])
     """
+
+    accepts_loss_kwargs = True  # transformers.Trainer: forward takes num_items_in_batch
+    loss_type = "ForCausalLM"  # and compares labels with the logits of the token before
 
     def __init__(
         self,
@@ -682,13 +722,46 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         self.softcap = s.final_logit_softcapping
         self.output_scale = s.mup_output_multiplier * s.mup_width_scale
         self.apply(self._first_weights)
+        self._mark_tied()
         self.tie_weights()
 
+    def _input_name(self) -> str:
+        return "transformer.embeddings.word_embeddings"
+
+    def _output_name(self) -> str:
+        return "lm_head"
+
+    def _tied_modules(self) -> list[tuple[str, str]]:
+        is_tied = self.tie_word_embeddings and settings(self.config).tie_word_embeddings
+        return [(self._input_name(), self._output_name())] if is_tied else []
+
     def tie_weights(self) -> None:
-        """Use the embedding as the weight of the head, if they are tied, and synchronise what processes share."""
-        if self.tie_word_embeddings:
-            self.lm_head.weight = self.transformer.embeddings.word_embeddings.weight
+        """Use the embedding as the weight of the head, if the configuration ties them, and synchronise what processes
+        share. A head or an embedding that has replaced that of the constructor is left alone.
+        """
+        super().tie_weights()
         self.transformer.tie_weights()
+
+    @property
+    def base_model(self) -> "_Backbone":
+        """What trl calls in order to multiply by the weight of the head itself: it gives `last_hidden_state`."""
+        return _Backbone(self)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The arguments of `forward` for a step of generation without a cache, as peft asks for them.
+
+        Arguments:
+            input_ids: (batch, seqlen), all tokens.
+            attention_mask: as in `forward`.
+            kwargs: more of its arguments.
+
+        `generate` does not call it: it has a cache. Raises TypeError or ValueError for what `forward` would refuse.
+        """
+        given, rest = _divided_by_name(kwargs, type(self).forward)
+        check_options(self, rest)
+        return {"input_ids": input_ids, "attention_mask": attention_mask} | given
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
@@ -705,7 +778,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     @overload
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inference_params: Any = None,
         num_last_tokens: int = 0,
@@ -713,48 +786,80 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         *,
         shift_labels: None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        return_dict: Literal[True] | None = None,
+        **options: Any,
     ) -> CausalLMOutput: ...
 
     @overload
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inference_params: Any = None,
         num_last_tokens: int = 0,
         *,
         labels: Tensor,
         shift_labels: None = None,
-        loss_fn: Callable[..., Tensor] | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: Literal[True] | None = None,
+        **options: Any,
     ) -> CausalLMLoss: ...
 
     @overload
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inference_params: Any = None,
         num_last_tokens: int = 0,
         labels: None = None,
         *,
         shift_labels: Tensor,
-        loss_fn: Callable[..., Tensor] | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: Literal[True] | None = None,
+        **options: Any,
     ) -> CausalLMLoss: ...
 
+    @overload
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inference_params: Any = None,
         num_last_tokens: int = 0,
         labels: Tensor | None = None,
         *,
         shift_labels: Tensor | None = None,
-        loss_fn: Callable[..., Tensor] | None = None,
         attention_mask: Tensor | None = None,
-    ) -> CausalLMOutput | CausalLMLoss:
+        inputs_embeds: Tensor | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: Literal[False],
+        **options: Any,
+    ) -> tuple[Tensor]: ...
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        labels: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **options: Any,  # transformers.Trainer takes every "label" in a signature for one that an evaluation needs
+    ) -> CausalLMOutput | CausalLMLoss | tuple[Tensor]:
         """Logits of the next tokens, or with labels their loss.
 
         Arguments:
@@ -766,13 +871,18 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 Each is compared with the logits of the token before it. Any other label that is not in the vocabulary
                 is an error on the CPU; on a GPU, where reading it would wait for the device, and in a compiled graph,
                 it does not count, like -100.
-            shift_labels: (batch, seqlen), instead of labels: the token that follows each of input_ids, or -100.
+            attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, as in `GPTModel.forward`. Padding does not
+                count in the loss, neither as a label nor as the position that a label is predicted from.
+            inputs_embeds: instead of input_ids, as in `GPTModel.forward`.
             loss_fn: instead of `linear_cross_entropy`, a function of hidden (batch, seqlen, features), the weight of
                 the head (padded vocabulary, features), shift_labels, and the bias of the head or None; for example a
                 `LinearCrossEntropyLoss` with label smoothing. With a group, it must know the group. With
                 config.final_logit_softcapping, it gets this as the keyword softcap.
-            attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, as in `GPTModel.forward`. Padding does not
-                count in the loss, neither as a label nor as the position that a label is predicted from.
+            num_items_in_batch: the loss is the sum over its labels divided by this number instead of their own, so that
+                losses of several batches add up to the mean over all of them. Not with loss_fn.
+            return_dict: False gives a plain tuple with the loss or the logits in it.
+            options: shift_labels (batch, seqlen), instead of labels: the token that follows each of input_ids, or -100.
+                What else transformers' models take may be given where it asks for nothing, as use_cache=False.
 
         Returns CausalLMOutput(logits) with logits (batch, seqlen or num_last_tokens, padded vocabulary); with a group,
         this process's part of the vocabulary, or all of it with inference_params. With labels or shift_labels, returns
@@ -782,33 +892,40 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         Tokens see only those before them, so padding on the right changes no logits but its own: if its labels are
         -100, no mask is needed.
 
-        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape, and
-        on the CPU for labels that are not in the vocabulary.
+        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape, for
+        arguments of transformers' models that ask for something else (the error says what to do instead), and on the
+        CPU for labels that are not in the vocabulary.
         """
-        checks.tensor("input_ids", input_ids)
-        if input_ids.dim() != 2:
+        shift_labels = options.pop("shift_labels", None)
+        check_options(self, options)
+        if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
+        shape = tokens_of(input_ids, inputs_embeds).shape
         hidden = self.transformer(
-            input_ids, position_ids=position_ids, inference_params=inference_params, attention_mask=attention_mask
-        )
+            input_ids, position_ids=position_ids, inference_params=inference_params, attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+        )  # fmt: skip
         if inference_params is not None and hidden.dim() != 3:
             raise ValueError("config.sequence_parallel must be False with inference_params, found True")
         if num_last_tokens > 0:
             hidden = hidden[:, -num_last_tokens:]
-        if self.project_out is not None:
-            hidden = self.project_out(hidden)
-        if self.output_scale != 1.0:
-            hidden = hidden * self.output_scale
+        hidden = self._before_head(hidden)
         if labels is not None or shift_labels is not None:
-            following = _following(labels, shift_labels, attention_mask, input_ids.shape, num_last_tokens)
-            return CausalLMLoss(self._loss(hidden, following, loss_fn))
+            following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
+            return as_asked(CausalLMLoss(self._loss(hidden, following, loss_fn, num_items_in_batch)), return_dict)
         logits = self._logits(hidden)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.process_group is not None and inference_params is not None:
             parts, _ = all_gather_raw(logits.contiguous(), self.process_group)
             logits = torch.cat(parts.chunk(dist.get_world_size(self.process_group)), dim=-1)
-        return CausalLMOutput(logits)
+        return as_asked(CausalLMOutput(logits), return_dict)
+
+    def _before_head(self, hidden):
+        """What the head multiplies by its weight."""
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        return hidden if self.output_scale == 1.0 else hidden * self.output_scale
 
     def _logits(self, hidden):
         if not self.norm_head:
@@ -821,7 +938,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         )
         return fused_dense_func(hidden, weight, self.lm_head.bias, **parallel)
 
-    def _loss(self, hidden, following, loss_fn):
+    def _loss(self, hidden, following, loss_fn, num_items_in_batch):
+        if loss_fn is not None and num_items_in_batch is not None:
+            raise ValueError("num_items_in_batch must be None with loss_fn, which takes its own mean, found both")
         weight = F.normalize(self.lm_head.weight) if self.norm_head else self.lm_head.weight
         by_tokens = hidden.dim() == 2
         options: dict[str, Any] = {} if self.softcap is None else dict(softcap=self.softcap)
@@ -829,16 +948,58 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             xentropy.check_classes(following, self.vocab_size)
             loss_fn = functools.partial(
                 linear_cross_entropy, num_classes=self.vocab_size, process_group=self.process_group,
-                sequence_parallel=by_tokens,
+                sequence_parallel=by_tokens, reduction="mean" if num_items_in_batch is None else "sum",
             )  # fmt: skip
         following = following.flatten() if by_tokens else following
-        return loss_fn(hidden, weight, following, self.lm_head.bias, **options)
+        loss = loss_fn(hidden, weight, following, self.lm_head.bias, **options)
+        return loss if num_items_in_batch is None else divided_by_items(loss, num_items_in_batch)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also takes state dicts of earlier releases, with `transformer.ln_0`, which are changed in place."""
         if "transformer.ln_0.weight" in state_dict:
             _shift_norms(state_dict, settings(self.config).n_layer)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _divided_by_name(options, function):
+    """Keyword arguments that a function names, and all others."""
+    own = inspect.signature(function).parameters
+    given = {name: value for name, value in options.items() if name in own}
+    return given, {name: value for name, value in options.items() if name not in own}
+
+
+class _BackboneOutput(NamedTuple):
+    last_hidden_state: Tensor
+
+
+class _Backbone:
+    """A GPTLMHeadModel up to its head, called as transformers' models are; with the attributes of its `GPTModel`."""
+
+    def __init__(self, model: GPTLMHeadModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model.transformer, name)
+
+    def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> _BackboneOutput:
+        """`last_hidden_state`, of which logits are the product with the weight of the head.
+
+        Raises ValueError for a head that is more than this product.
+        """
+        model, s = self._model, settings(self._model.config)
+        for field, value, usual in (
+            ("pad_vocab_size_multiple", s.padded_vocab_size, s.vocab_size),
+            ("norm_head", s.norm_head, False),
+        ):
+            if value != usual:
+                raise ValueError(
+                    f"config.{field} must leave the head a product with its weight for base_model, found "
+                    f"{getattr(s, field)}: call the model itself with labels, as transformers.Trainer does"
+                )
+        given, rest = _divided_by_name(kwargs, type(model.transformer).forward)
+        rest.pop("return_dict", None)
+        check_options(model, rest)
+        return _BackboneOutput(model._before_head(model.transformer(input_ids, **given)))
 
 
 def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):

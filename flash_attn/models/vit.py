@@ -26,6 +26,7 @@ from flash_attn.layers.patch_embed import PatchEmbed
 from flash_attn.models._loading import listed, pieces
 from flash_attn.models._options import divided, of_hub, the_dtype
 from flash_attn.models._saving import number_of_bytes, write_folder
+from flash_attn.models._trainers import LayerStack, TrainerMethods
 from flash_attn.modules.block import Block, StochasticDepth
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
@@ -173,7 +174,7 @@ class _Embedding(Protocol):
 _Model = TypeVar("_Model", bound="VisionTransformer")
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(LayerStack, TrainerMethods):
     """A vision transformer with a class token and learned positions, as timm's of the same name.
 
     Arguments:
@@ -288,6 +289,9 @@ class VisionTransformer(nn.Module):
         for name, module in self.named_modules():
             init_weights_vit_timm(module, name)
 
+    def _input_name(self) -> str:
+        return "patch_embed"
+
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that an optimizer should not decay."""
         return {"pos_embed", "cls_token"}
@@ -302,10 +306,11 @@ class VisionTransformer(nn.Module):
         all_tokens: False computes in the last block only what the class token needs.
         """
         hidden_states, residual = self._pos_embed(self.patch_embed(x)), None
-        for block in self.blocks[:-1]:
-            hidden_states, residual = block(hidden_states, residual)
+        *others, last = self.blocks
+        for i, block in enumerate(others):
+            hidden_states, residual = self._run_layer(i, block, hidden_states, residual)
         subset = None if all_tokens else slice(0, 1)
-        hidden_states, residual = self.blocks[-1](hidden_states, residual, mixer_subset=subset)
+        hidden_states, residual = self._run_layer(len(others), last, hidden_states, residual, mixer_subset=subset)
         return self._final_norm(hidden_states, residual)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

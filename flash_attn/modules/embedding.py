@@ -53,20 +53,27 @@ class GPT2Embeddings(nn.Module):
         if max_position_embeddings > 0:
             self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **factory)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
         """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen).
 
         position_ids: (batch, seqlen) or (seqlen,); 0, 1, ... if None.
+        inputs_embeds: (batch, seqlen, features of the word embeddings), what stands for those of input_ids, which are
+            then None.
         Raises TypeError or ValueError for ids of another dtype or shape, for more tokens than positions, and on the CPU
         for ids that have no embedding.
         """
-        _check_ids(input_ids)
-        embeddings = _rows_of(self.word_embeddings, "input_ids", input_ids)
+        embeddings, tokens = _of_words(self.word_embeddings, input_ids, inputs_embeds)
         if self.project_in is not None:
             embeddings = self.project_in(embeddings)
         if self.max_position_embeddings > 0:
             embeddings = embeddings + _rows_of(
-                self.position_embeddings, "position_ids", _positions(self, input_ids, position_ids)
+                self.position_embeddings, "position_ids", _positions(self, tokens, position_ids)
             )
         return embeddings
 
@@ -103,22 +110,26 @@ class BertEmbeddings(nn.Module):
             self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **factory)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen); token types are 0 unless given.
 
-        Raises what `GPT2Embeddings` raises.
+        inputs_embeds: instead of input_ids, as in `GPT2Embeddings`. Raises what `GPT2Embeddings` raises.
         """
-        _check_ids(input_ids)
-        embeddings = _rows_of(self.word_embeddings, "input_ids", input_ids)
+        embeddings, tokens = _of_words(self.word_embeddings, input_ids, inputs_embeds)
         if self.max_position_embeddings > 0:
             embeddings = embeddings + _rows_of(
-                self.position_embeddings, "position_ids", _positions(self, input_ids, position_ids)
+                self.position_embeddings, "position_ids", _positions(self, tokens, position_ids)
             )
         if self.type_vocab_size > 0:
             if token_type_ids is None:
-                token_type_ids = torch.zeros_like(input_ids)
-            _check_of_tokens("token_type_ids", token_type_ids, input_ids)
+                token_type_ids = torch.zeros_like(tokens, dtype=torch.int64)
+            _check_of_tokens("token_type_ids", token_type_ids, tokens)
             embeddings = embeddings + self.token_type_embeddings(token_type_ids)
         return embeddings
 
@@ -244,9 +255,21 @@ def _processes(name: str, size: int, process_group: ProcessGroup | None) -> int:
     return world_size
 
 
-def _check_ids(input_ids: Tensor) -> None:
+def _check_ids(input_ids: Any) -> None:
     checks.tensor("input_ids", input_ids, dtypes=checks.INTEGER_DTYPES)
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
+
+
+def _of_words(table: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Word embeddings (batch, seqlen, features), and a tensor with the shape and device of the tokens."""
+    if inputs_embeds is None:
+        _check_ids(input_ids)
+        assert input_ids is not None
+        return _rows_of(table, "input_ids", input_ids), input_ids
+    if input_ids is not None:
+        raise ValueError("input_ids must be None with inputs_embeds, found a tensor")
+    checks.tensor("inputs_embeds", inputs_embeds, shape=(None, None, getattr(table, "embedding_dim", None)))
+    return inputs_embeds, inputs_embeds[..., 0]
 
 
 def _rows_of(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:

@@ -1,5 +1,12 @@
-"""Each integration is tested with the library that it serves: without that, there is nothing to collect."""
+"""Each integration is tested with the libraries that it serves: without these, there is nothing to collect."""
 
 import importlib.util
 
-collect_ignore = [f"test_{name}.py" for name in ("transformers", "diffusers") if importlib.util.find_spec(name) is None]
+NEEDS = {
+    "transformers": ["transformers"],
+    "diffusers": ["diffusers"],
+    "trainers": ["accelerate", "datasets", "peft", "transformers", "trl"],
+}
+collect_ignore = [
+    f"test_{name}.py" for name, needs in NEEDS.items() if any(importlib.util.find_spec(each) is None for each in needs)
+]

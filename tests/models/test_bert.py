@@ -866,10 +866,12 @@ SIGNATURES = {
     "BertPreTrainedModel.__init__": "self config inputs kwargs",
     "BertModel.__init__": "self config add_pooling_layer=True",
     "BertModel.forward": (
-        "self input_ids position_ids=None token_type_ids=None attention_mask=None masked_tokens_mask=None"
+        "self input_ids=None position_ids=None token_type_ids=None attention_mask=None masked_tokens_mask=None "
+        "inputs_embeds=None return_dict=None options"
     ),
     "BertForPreTraining.forward": (
-        "self input_ids position_ids=None token_type_ids=None attention_mask=None labels=None next_sentence_label=None"
+        "self input_ids=None position_ids=None token_type_ids=None attention_mask=None labels=None "
+        "next_sentence_label=None inputs_embeds=None return_dict=None options"
     ),
     "BertForPreTraining.tie_weights": "self",
     "remap_state_dict": "state_dict config",

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from families import CASES
 from processes import ON_GPUS, over_processes
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config
 
 from flash_attn.models.gpt import GPTLMHeadModel, GPTModel, combine_state_dicts_tp, shard_state_dict_tp
@@ -209,10 +212,36 @@ def check_errors(group):
             GPTModel(GPT2Config(**SIZES | options), process_group=group, device="meta")
 
 
+def check_ties(group):
+    """The head of each process stays its part of the embedding: on memory after meta, loaded, and under FSDP."""
+    config = GPT2Config(**SIZES)
+    whole, divided = pair_of(group, "gpt2")
+    state = part(whole.state_dict(), config, group)
+    for without in ("", "lm_head.weight", "transformer.embeddings.word_embeddings.weight"):
+        for assign in (False, True):
+            model = GPTLMHeadModel(config, process_group=group, device="meta").to_empty(device=device_of(group))
+            model.load_state_dict({name: x.clone() for name, x in state.items() if name != without}, assign=assign)
+            assert model.is_tied and torch.equal(model.lm_head.weight, divided.lm_head.weight)
+    with pytest.raises(ValueError, match=r"word_embeddings\.weight and lm_head\.weight must be equal"):
+        divided.load_state_dict(state | {"lm_head.weight": state["lm_head.weight"] + 1})
+    holder = torch.nn.Module()  # as training/ has it: the model is within a module that is divided, too
+    holder.model = GPTLMHeadModel(config, device="meta")
+    mesh = DeviceMesh.from_group(group, device_of(group).type)
+    for each in (*holder.model.transformer.layers, holder):
+        fully_shard(each, mesh=mesh)
+    holder.model.to_empty(device=device_of(group))
+    assert holder.model.is_tied
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(holder, {f"model.{name}": x for name, x in whole.state_dict().items()}, options=options)
+    found = get_model_state_dict(holder, options=options)
+    assert holder.model.is_tied and torch.equal(found["model.lm_head.weight"], whole.lm_head.weight)
+
+
 def check_all(group, path):
     check_training(group)
     check_parameters(group)
     check_generation(group)
+    check_ties(group)
     check_checkpoints(group, path)
     check_errors(group)
 

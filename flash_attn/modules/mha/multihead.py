@@ -4,16 +4,15 @@ mha = MHA(embed_dim=768, num_heads=12, causal=True, use_flash_attn=True, rotary_
 out = mha(torch.randn(2, 512, 768))                                        # (2, 512, 768)
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, fused_dense
 from flash_attn.modules.mha._base import MultiHeadAttention
-from flash_attn.ops.fused_dense import FewRowsLinear, FusedDense, Linear
+from flash_attn.ops.fused_dense import FewRowsLinear, FusedDense, Linear, fused_dense_func
 
 
 class LinearResidual(FewRowsLinear):
@@ -124,15 +123,12 @@ class MHA(MultiHeadAttention):
 
     def _add_projections(self, qkv_proj_bias: bool, out_proj_bias: bool, fused_bias_fc: bool, **factory: Any) -> None:
         linear_cls: Callable[..., nn.Linear] = FusedDense if fused_bias_fc else Linear
-        first_cls = linear_cls
-        if self.return_residual:
-            first_cls = functools.partial(FusedDense, return_residual=True) if fused_bias_fc else LinearResidual
         q_dim, kv_dim = self.num_heads * self.head_dim, 2 * self.num_heads_kv * self.head_dim
         if self.cross_attn:
-            self.Wq = first_cls(self.embed_dim, q_dim, bias=qkv_proj_bias, **factory)
+            self.Wq = linear_cls(self.embed_dim, q_dim, bias=qkv_proj_bias, **factory)
             self.Wkv = linear_cls(self.embed_dim, kv_dim, bias=qkv_proj_bias, **factory)
         else:
-            self.Wqkv = first_cls(self.embed_dim, q_dim + kv_dim, bias=qkv_proj_bias, **factory)
+            self.Wqkv = linear_cls(self.embed_dim, q_dim + kv_dim, bias=qkv_proj_bias, **factory)
         if self.dwconv and not self.cross_attn and self.num_heads_kv == self.num_heads:
             self.dwconv_qkv = _depthwise_conv(q_dim + kv_dim, **factory)
         elif self.dwconv:
@@ -208,7 +204,11 @@ class MHA(MultiHeadAttention):
 
     def _projected(self, linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(linear(x), x) if the residual is returned, else (linear(x), None)."""
-        return linear(x) if self.return_residual else (linear(x), None)
+        if not self.return_residual:
+            return linear(x), None
+        if type(linear) is FusedDense and fused_dense.is_called_plainly(linear):  # adds the two gradients of x
+            return cast(tuple[Tensor, Tensor], fused_dense_func(x, linear.weight, linear.bias, return_residual=True))
+        return linear(x), x
 
     def _check_call(
         self,
