@@ -5,7 +5,7 @@ import importlib.util
 NEEDS = {
     "transformers": ["transformers"],
     "diffusers": ["diffusers"],
-    "trainers": ["accelerate", "datasets", "peft", "transformers", "trl"],
+    "training_libraries": ["accelerate", "datasets", "peft", "transformers", "trl"],
 }
 collect_ignore = [
     f"test_{name}.py" for name, needs in NEEDS.items() if any(importlib.util.find_spec(each) is None for each in needs)
