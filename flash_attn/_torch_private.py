@@ -3,7 +3,7 @@
 A later torch may drop any of them. Each function tells what happens then: a slower way, or an error that says so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ _is_wrapped = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapp
 _is_legacy_batch = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
 _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
+_has_any_global_hook: Callable[[], Any] = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
 
 # The mode in which torch.compile looks into operators; None if it is gone: they then stay whole in a graph.
 FunctionalTensorMode: type | None
@@ -50,6 +51,17 @@ try:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 except ImportError:
     FunctionalTensorMode = None
+
+# The classes of tensors that are no subclasses to a user: those of torch, and what stands for them in a trace (for
+# shapes, and in torch.export). Without the names of the latter, traces call layers that are fused elsewhere.
+PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    PLAIN_TENSORS += FakeTensor, FunctionalTensor
+except ImportError:
+    pass
 
 # Attention on the CPU, and its backward. None if they are gone: see has_cpu_attention.
 cpu_attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -133,9 +145,25 @@ def is_view(x: torch.Tensor) -> bool:
     return getattr(x, "_base", x) is not None
 
 
-def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling `module` also calls hooks registered on it. True if torch lacks the names."""
-    return any(getattr(module, name, True) for name in ("_forward_hooks", "_forward_pre_hooks"))
+def has_hooks(module: torch.nn.Module, hooks_of_all: bool = True) -> bool:
+    """Whether calling `module` does more than its forward: hooks or a compiled call.
+
+    hooks_of_all: whether hooks that are registered for all modules count, too. True if torch lacks one of the names.
+    """
+    return bool(
+        getattr(module, "_forward_hooks", True)
+        or getattr(module, "_forward_pre_hooks", True)
+        or getattr(module, "_backward_hooks", True)
+        or getattr(module, "_backward_pre_hooks", True)
+        or getattr(module, "_compiled_call_impl", True)
+        or (hooks_of_all and _has_any_global_hook())
+    )
+
+
+def own_parameters(module: torch.nn.Module) -> Iterable[torch.Tensor | None]:
+    """The parameters of `module` without those of its children, in a slower way if torch hides them."""
+    own = getattr(module, "_parameters", None)
+    return module.parameters(recurse=False) if own is None else own.values()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -242,11 +242,16 @@ SIGNATURES = {
             "label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, return_z_loss=False, chunk_size=None, "
             "process_group=None, sequence_parallel=True, softcap=0.0"
         ),
+        "cross_entropy_of_logits": (
+            "logits, labels, *, num_classes=None, ignore_index=-100, reduction='mean', label_smoothing=0.0, "
+            "logit_scale=1.0, lse_square_scale=0.0, return_z_loss=False, process_group=None, softcap=0.0"
+        ),
         "LinearCrossEntropyLoss": (
             "ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
             "process_group=None, return_z_loss=False, num_classes=None, chunk_size=None, sequence_parallel=True"
         ),
         "LinearCrossEntropyLoss.forward": "self, hidden, weight, labels, bias=None, *, softcap=0.0",
+        "LinearCrossEntropyLoss.of_logits": "self, logits, labels, *, softcap=0.0",
     },
     "flash_attn.models.baichuan": {
         "baichuan_config_to_gpt2_config": "baichuan_config",

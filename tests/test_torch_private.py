@@ -16,6 +16,9 @@ OPTIONAL = {  # where each name is, and what it is
     "_dispatch_has_kernel_for_dispatch_key": "torch._C",
     "_foreach_copy_": "torch",
     "_len_torch_dispatch_stack": "torch._C",
+    "_has_any_global_hook": "torch.nn.modules.module",
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FunctionalTensor": "torch._subclasses.functional_tensor",
     "FunctionalTensorMode": "torch._subclasses.functional_tensor",
     "_current_level": "torch.autograd.forward_ad",
     "is_batchedtensor": "torch._C._functorch",
@@ -165,6 +168,35 @@ def test_apply():
         x = torch.ones(1, requires_grad=True)
         apply(x).backward()
         assert x.grad.item() == 2
+
+
+def test_hooks_of_modules(without):
+    module = torch.nn.Linear(2, 3)
+    assert not _torch_private.has_hooks(module)
+    assert without("_has_any_global_hook").has_hooks(module)
+    handle = module.register_forward_hook(lambda *_: None)
+    assert _torch_private.has_hooks(module)
+    handle.remove()
+    assert not _torch_private.has_hooks(module)
+    del module._backward_pre_hooks
+    assert _torch_private.has_hooks(module)
+
+
+def test_parameters_of_a_module_alone():
+    class WithoutName:
+        def parameters(self, recurse):
+            return iter([recurse])
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False))
+    assert list(_torch_private.own_parameters(module)) == []
+    assert list(_torch_private.own_parameters(module[0])) == [module[0].weight, None]
+    assert list(_torch_private.own_parameters(WithoutName())) == [False]
+
+
+@pytest.mark.parametrize("name", ["FakeTensor", "FunctionalTensor"])
+def test_plain_tensors(name, without):
+    classes = torch.Tensor, torch.nn.Parameter
+    assert _torch_private.PLAIN_TENSORS[:2] == without(name).PLAIN_TENSORS == classes
 
 
 def test_hooks_of_saved_tensors(without):

@@ -52,12 +52,13 @@ LEAST_CLASSES_AT_ONCE, LEAST_BYTES_AT_ONCE = 8192, 120_000_000
 
 def cross_entropy(
     logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
-    process_group, gradient_in_forward, reduction="none", expectation=None,
+    process_group, gradient_in_forward, reduction="none", expectation=None, num_classes=None,
 ):  # fmt: skip
     """Check the arguments of `flash_attn.ops.triton.cross_entropy.cross_entropy_loss` and compute it.
 
     reduction: what the caller will do with the losses; it is not done here. gradient_in_forward: with None, the size of
-    the logits decides. expectation: the `Expectation` of the gradient of the caller's loss; None expects 1. Returns
+    the logits decides. expectation: the `Expectation` of the gradient of the caller's loss; None expects 1.
+    num_classes: how many columns of all processes are classes; the others, at the end, are padding. Returns
     (losses, z_losses, count), where count is the number of rows that count, or None if the reduction is not "mean".
     """
     label_smoothing = check(logits, labels, label_smoothing)
@@ -70,12 +71,15 @@ def cross_entropy(
     vocab, parts, part = logits.shape[1], 1, 0
     if process_group is not None:
         parts, part = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if vocab > 1 and logits.stride(1) != 1:
+    classes, class_start = parts * vocab if num_classes is None else num_classes, part * vocab
+    if class_start + vocab > classes:
+        logits = logits[:, : max(classes - class_start, 0)]
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
         logits = logits.contiguous()
     lse_serves = logit_scale == 1 and label_smoothing == 0
     rest = (
         labels, precomputed_lse if lse_serves else None, label_smoothing, logit_scale, lse_square_scale, ignore_index,
-        part * vocab, parts * vocab, parts > 1,
+        class_start, classes, parts > 1,
     )  # fmt: skip
     group = process_group if parts > 1 else None
     check_transform(group, logits)
@@ -91,7 +95,7 @@ def cross_entropy(
     at_once = gradient_in_forward and eager and group is None and rest[1] is None
     if at_once and _serves_at_once(logits, in_place):
         labels, _, *options, _ = rest
-        count = _count(labels, vocab, ignore_index) if reduction == "mean" else None
+        count = _count(labels, classes, ignore_index) if reduction == "mean" else None
         dloss = (expectation or Expectation()).dloss(labels)
         expected = dloss.clone() if count is None else dloss / count  # not what a backward will write to
         losses, z_losses = _BothAtOnce.apply(logits, labels, expected.expand(labels.shape), options, in_place)

@@ -321,9 +321,9 @@ def _attend(
             others.append(part)
         elif sink is not None:
             _add_sink_(sink, part, *tensors[3:])
-    more = [_per_row(x) if x.numel() else None for x in (row_max, lse_lo)]
+    tops, los = (_per_row(x) if x.numel() else None for x in (row_max, lse_lo))
     for group in groups(tensors[0], tensors[1], others, without_keys=sink is not None):
-        _forward(group, options, features, *more, *tensors)
+        _forward(group, options, features, tops, los, *tensors)
     return out.to(q.dtype), softmax_lse, row_max, lse_lo
 
 

@@ -46,6 +46,7 @@ class PatchEmbed(nn.Module):
             checks.number("img_size", size, size % patch == 0, "a multiple of patch_size, {}", patch)
         self.grid_size = tuple(size // patch for size, patch in zip(self.img_size, self.patch_size, strict=True))
         self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.in_chans = in_chans
         self.flatten = flatten
         linear_cls = FusedDense if fused_bias_fc and bias else nn.Linear
         self.proj = linear_cls(in_chans * self.patch_size[0] * self.patch_size[1], embed_dim, bias=bias)
@@ -59,7 +60,7 @@ class PatchEmbed(nn.Module):
         checks.tensor("x", x)
         checks.ndim("x", x, "(batch, channels, height, width)")
         rows, columns = self.patch_size
-        checks.has_shape("x", x, (None, self.proj.in_features // (rows * columns), *self.img_size))
+        checks.has_shape("x", x, (None, self.in_chans, *self.img_size))
         x = self.proj(rearrange(x, "b c (h p) (w q) -> b h w (c p q)", p=rows, q=columns))
         return self.norm(x.flatten(1, 2) if self.flatten else x)
 

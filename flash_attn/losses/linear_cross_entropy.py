@@ -122,6 +122,61 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         """
         return linear_cross_entropy(hidden, weight, labels, bias, softcap=softcap, **self.options)
 
+    def of_logits(self, logits: Tensor, labels: Tensor, *, softcap: float = 0.0) -> Any:
+        """The same loss of logits (..., vocab), by `cross_entropy_of_logits`, for a layer that must be called."""
+        of_products = ("chunk_size", "sequence_parallel")  # of which nothing is left to do
+        options = {name: value for name, value in self.options.items() if name not in of_products}
+        return cross_entropy_of_logits(logits, labels, softcap=softcap, **options)
+
+
+def cross_entropy_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_classes: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    return_z_loss: bool = False,
+    process_group: ProcessGroup | None = None,
+    softcap: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What `linear_cross_entropy` returns, of logits that a layer has given: all of them in memory.
+
+    It is for layers whose logits are more than hidden weight^T + bias, as those with an adapter.
+
+    Arguments:
+        logits: (..., vocab), float32, float16 or bfloat16; with a group this process's part of the classes.
+        labels: int32 or int64, the shape of logits without the classes.
+        num_classes: how many of the logits, of all processes, are classes; the others, at their end, are padding.
+        The others are those of `linear_cross_entropy`.
+
+    Returns the loss, a float32 scalar, or (loss, z_loss). Raises TypeError or ValueError for arguments that do not fit.
+
+    >>> cross_entropy_of_logits(torch.randn(2, 5, 1000), torch.randint(1000, (2, 5))).shape
+    torch.Size([])
+    """
+    checks.tensor("logits", logits, dtypes=xentropy.DTYPES)
+    checks.number("the number of dimensions of logits", logits.dim(), logits.dim() > 1, "at least 2")
+    checks.tensor("labels", labels, dtypes=checks.INTEGER_DTYPES, shape=tuple(logits.shape[:-1]), device=logits.device)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be 'mean' or 'sum', found {reduction!r}")
+    if num_classes is not None:
+        num_classes = checks.whole("num_classes", num_classes)
+        limit = logits.shape[-1] * (1 if process_group is None else dist.get_world_size(process_group))
+        checks.number("num_classes", num_classes, 0 < num_classes <= limit, "from 1 to {}, the logits", limit)
+    softcap = checks.as_float("softcap", softcap)
+    checks.number("softcap", softcap, softcap >= 0, "at least 0")
+    logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
+    losses, z_losses, count = xentropy.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), None, label_smoothing, logit_scale, lse_square_scale, ignore_index,
+        False, process_group, None, reduction, num_classes=num_classes,
+    )  # fmt: skip
+    loss, z_loss = (x.sum() if reduction == "sum" else x.sum() / count for x in (losses, z_losses))
+    return (loss, z_loss) if return_z_loss else loss
+
 
 def _check(hidden, weight, labels, bias, classes, world_size, reduction):
     """Check the arguments; return the dtype of the logits."""

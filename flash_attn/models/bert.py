@@ -47,12 +47,11 @@ from flash_attn.models._trainers import (
     divided_by_items,
     tokens_of,
 )
-from flash_attn.modules.block import Block
+from flash_attn.modules.block import Block, _add_and_norm, _Branch
 from flash_attn.modules.embedding import BertEmbeddings
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
 from flash_attn.ops.fused_dense import FusedDense
-from flash_attn.ops.triton.layer_norm import layer_norm_fn
 from flash_attn.utils.pretrained import (
     checkpoint_files,
     config_is_missing,
@@ -264,9 +263,8 @@ def _linear_cls(config):
 
 
 def _normed(config, norm, x):
-    if _option(config, "fused_dropout_add_ln"):
-        return layer_norm_fn(x, norm.weight, norm.bias, eps=norm.eps)
-    return norm(x)
+    (out,), _ = _add_and_norm([norm], [_Branch(x)], None, fused=_option(config, "fused_dropout_add_ln"))
+    return out
 
 
 def _init_weights(module: nn.Module, initializer_range: float = 0.02) -> None:

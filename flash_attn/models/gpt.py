@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from flash_attn import _library
-from flash_attn._ops import checks, xentropy
+from flash_attn._ops import checks, fusing, xentropy
 from flash_attn.layers.rotary import RotaryEmbedding
-from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
+from flash_attn.losses.linear_cross_entropy import cross_entropy_of_logits, linear_cross_entropy
 from flash_attn.models import _checkpoint
 from flash_attn.models._config import is_gpt2_config, settings
 from flash_attn.models._gpt2 import (
@@ -56,13 +56,13 @@ from flash_attn.models.gpt_neox import remap_state_dict_hf_gpt_neox
 from flash_attn.models.gptj import remap_state_dict_hf_gptj
 from flash_attn.models.llama import remap_state_dict_hf_llama
 from flash_attn.models.opt import remap_state_dict_hf_opt
-from flash_attn.modules.block import Block, ParallelBlock
+from flash_attn.modules.block import Block, ParallelBlock, _add_and_norm, _Branch
 from flash_attn.modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings, _check_of_tokens
 from flash_attn.modules.mha import MHA, ParallelMHA
 from flash_attn.modules.mha._base import shifted
 from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
-from flash_attn.ops.fused_dense import ColumnParallelLinear, Linear, fused_dense_func
-from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn
+from flash_attn.ops.fused_dense import PLAIN_LINEAR, ColumnParallelLinear, Linear, fused_dense_func
+from flash_attn.ops.triton.layer_norm import RMSNorm
 from flash_attn.ops.triton.mlp import FusedDenseSqreluDense
 from flash_attn.utils.distributed import all_gather_raw, sync_shared_params
 from flash_attn.utils.generation import GenerationMixin
@@ -609,17 +609,9 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
     def _normed(self, hidden, *rest):
         """The last norm, of the sum of all branches."""
         *second, residual = rest
-        second = second[0] if second else None
-        if self.fused_dropout_add_ln:
-            return layer_norm_fn(
-                hidden, self.ln_f.weight, self.ln_f.bias, residual=residual, x1=second, eps=self.ln_f.eps,
-                dropout_p=self.drop_f.p if self.training else 0.0, is_rms_norm=isinstance(self.ln_f, RMSNorm),
-                zero_centered_weight=getattr(self.ln_f, "zero_centered_weight", False),
-            )  # fmt: skip
-        for branch in (hidden, second):
-            if branch is not None:
-                residual = self.drop_f(branch) if residual is None else self.drop_f(branch) + residual
-        return self.ln_f(residual.to(self.ln_f.weight.dtype))
+        branches = [_Branch(x, self.drop_f) for x in (hidden, *second) if x is not None]
+        (out,), _ = _add_and_norm([self.ln_f], branches, residual, fused=self.fused_dropout_add_ln)
+        return out
 
 
 def _padding(attention_mask, input_ids):
@@ -710,15 +702,16 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             features = s.word_embed_proj_dim
             self.project_out = nn.Linear(s.n_embd, features, bias=False, **factory)
         if process_group is None:
-            self.lm_head = Linear(features, s.padded_vocab_size, bias=s.lm_head_bias, **factory)
+            head_cls = _NormedHead if s.norm_head else Linear
+            self.lm_head = head_cls(features, s.padded_vocab_size, bias=s.lm_head_bias, **factory)
         else:
-            self.lm_head = ColumnParallelLinear(
+            parallel_cls = _ParallelNormedHead if s.norm_head else ColumnParallelLinear
+            self.lm_head = parallel_cls(
                 features, s.padded_vocab_size, process_group, bias=s.lm_head_bias,
                 sequence_parallel=s.sequence_parallel, **factory,
             )  # fmt: skip
         self.vocab_size = s.vocab_size  # without padding, so that generation never draws it
         self.depends_on_capacity = depends_on_length(s)
-        self.norm_head = s.norm_head
         self.softcap = s.final_logit_softcapping
         self.output_scale = s.mup_output_multiplier * s.mup_width_scale
         self.apply(self._first_weights)
@@ -877,7 +870,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             loss_fn: instead of `linear_cross_entropy`, a function of hidden (batch, seqlen, features), the weight of
                 the head (padded vocabulary, features), shift_labels, and the bias of the head or None; for example a
                 `LinearCrossEntropyLoss` with label smoothing. With a group, it must know the group. With
-                config.final_logit_softcapping, it gets this as the keyword softcap.
+                config.final_logit_softcapping, it gets this as the keyword softcap. Where the head is more than a
+                product with its weight (hooks, an adapter, another class), it is called, and its logits are given to
+                loss_fn.of_logits(logits, shift_labels), which a `LinearCrossEntropyLoss` has.
             num_items_in_batch: the loss is the sum over its labels divided by this number instead of their own, so that
                 losses of several batches add up to the mean over all of them. Not with loss_fn.
             return_dict: False gives a plain tuple with the loss or the logits in it.
@@ -887,14 +882,14 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         Returns CausalLMOutput(logits) with logits (batch, seqlen or num_last_tokens, padded vocabulary); with a group,
         this process's part of the vocabulary, or all of it with inference_params. With labels or shift_labels, returns
         CausalLMLoss(loss): the mean over the labels that count, without the padding of the vocabulary, computed by
-        `linear_cross_entropy`, which never holds all logits.
+        `linear_cross_entropy`, which never holds all logits, unless the head is called to give them.
 
         Tokens see only those before them, so padding on the right changes no logits but its own: if its labels are
         -100, no mask is needed.
 
-        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape, for
-        arguments of transformers' models that ask for something else (the error says what to do instead), and on the
-        CPU for labels that are not in the vocabulary.
+        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape, for a
+        loss_fn that lacks what the head needs, for arguments of transformers' models that ask for something else (the
+        error says what to do instead), and on the CPU for labels that are not in the vocabulary.
         """
         shift_labels = options.pop("shift_labels", None)
         check_options(self, options)
@@ -913,7 +908,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if labels is not None or shift_labels is not None:
             following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
             return as_asked(CausalLMLoss(self._loss(hidden, following, loss_fn, num_items_in_batch)), return_dict)
-        logits = self._logits(hidden)
+        logits = self.lm_head(hidden)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.process_group is not None and inference_params is not None:
@@ -927,31 +922,33 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             hidden = self.project_out(hidden)
         return hidden if self.output_scale == 1.0 else hidden * self.output_scale
 
-    def _logits(self, hidden):
-        if not self.norm_head:
-            return self.lm_head(hidden)
-        weight = F.normalize(self.lm_head.weight)
-        if self.process_group is None:
-            return F.linear(hidden, weight, self.lm_head.bias)
-        parallel: dict[str, Any] = dict(
-            process_group=self.process_group, sequence_parallel=self.lm_head.sequence_parallel
-        )
-        return fused_dense_func(hidden, weight, self.lm_head.bias, **parallel)
-
     def _loss(self, hidden, following, loss_fn, num_items_in_batch):
         if loss_fn is not None and num_items_in_batch is not None:
             raise ValueError("num_items_in_batch must be None with loss_fn, which takes its own mean, found both")
-        weight = F.normalize(self.lm_head.weight) if self.norm_head else self.lm_head.weight
         by_tokens = hidden.dim() == 2
+        following = following.flatten() if by_tokens else following
         options: dict[str, Any] = {} if self.softcap is None else dict(softcap=self.softcap)
+        classes: dict[str, Any] = dict(num_classes=self.vocab_size, process_group=self.process_group)
         if loss_fn is None:
             xentropy.check_classes(following, self.vocab_size)
-            loss_fn = functools.partial(
-                linear_cross_entropy, num_classes=self.vocab_size, process_group=self.process_group,
-                sequence_parallel=by_tokens, reduction="mean" if num_items_in_batch is None else "sum",
-            )  # fmt: skip
-        following = following.flatten() if by_tokens else following
-        loss = loss_fn(hidden, weight, following, self.lm_head.bias, **options)
+            options["reduction"] = "mean" if num_items_in_batch is None else "sum"
+        head: Any = self.lm_head
+        takes_logits = loss_fn is None or hasattr(loss_fn, "of_logits")
+        if fusing.may_fuse(head, _HEADS, hidden, hooks_of_all=takes_logits):
+            if loss_fn is None:
+                loss_fn = functools.partial(linear_cross_entropy, sequence_parallel=by_tokens, **classes)
+            weight = F.normalize(head.weight) if type(head) in _NORMED_HEADS else head.weight
+            loss = loss_fn(hidden, weight, following, head.bias, **options)
+        elif loss_fn is None:
+            loss = cross_entropy_of_logits(head(hidden), following, **options, **classes)
+        elif takes_logits:
+            loss = loss_fn.of_logits(head(hidden), following, **options)
+        else:
+            raise TypeError(
+                "loss_fn must have a method of_logits, as LinearCrossEntropyLoss has, where lm_head must be called (it "
+                "has hooks or an adapter, or is of another class): it would compute with the weight alone, "
+                f"found {loss_fn!r}"
+            )
         return loss if num_items_in_batch is None else divided_by_items(loss, num_items_in_batch)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -1000,6 +997,30 @@ class _Backbone:
         rest.pop("return_dict", None)
         check_options(model, rest)
         return _BackboneOutput(model._before_head(model.transformer(input_ids, **given)))
+
+
+class _NormedHead(nn.Linear):
+    """A head whose rows are normalised to a length of 1 in each call, as Baichuan 2 has it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Logits (..., vocabulary) of an input (..., features)."""
+        return F.linear(input, F.normalize(self.weight), self.bias)
+
+
+class _ParallelNormedHead(ColumnParallelLinear):
+    """`_NormedHead` with its part of the vocabulary."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., features) to (..., vocabulary of this process)."""
+        return fused_dense_func(
+            x, F.normalize(self.weight), self.bias, process_group=self.process_group,
+            sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+
+
+# Heads that a loss of hidden states can stand for, and those of them whose weight it gets normalised.
+_NORMED_HEADS = _NormedHead, _ParallelNormedHead
+_HEADS = *PLAIN_LINEAR, ColumnParallelLinear, *_NORMED_HEADS
 
 
 def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):

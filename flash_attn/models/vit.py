@@ -27,10 +27,9 @@ from flash_attn.models._loading import listed, pieces
 from flash_attn.models._options import divided, of_hub, the_dtype
 from flash_attn.models._saving import number_of_bytes, write_folder
 from flash_attn.models._trainers import LayerStack, TrainerMethods
-from flash_attn.modules.block import Block, StochasticDepth
+from flash_attn.modules.block import Block, StochasticDepth, _add_and_norm, _Branch
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
-from flash_attn.ops.triton.layer_norm import layer_norm_fn
 from flash_attn.utils.pretrained import (
     checkpoint_files,
     config_is_missing,
@@ -204,7 +203,7 @@ class VisionTransformer(LayerStack, TrainerMethods):
     torch.Size([2, 10])
     """
 
-    norm: Any  # what norm_layer gives; with the attributes of nn.LayerNorm for fused_dropout_add_ln
+    norm: nn.Module  # what norm_layer gives
     _config: dict[str, Any] | None = None  # the checkpoint's config.json
 
     def __init__(
@@ -459,16 +458,9 @@ class VisionTransformer(LayerStack, TrainerMethods):
         return torch.cat([first, x], dim=1) + self.pos_embed
 
     def _final_norm(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        norm = self.norm
-        if not self.fused_dropout_add_ln:
-            return norm((self.drop_path(self.dropout(hidden_states)) + residual).to(norm.weight.dtype))
-        rowscale = None
-        if self.training and self.drop_path.p > 0:
-            rowscale = self.drop_path(hidden_states.new_ones(hidden_states.shape[:-1]))
-        return layer_norm_fn(
-            hidden_states, norm.weight, norm.bias, residual=residual, eps=norm.eps,
-            dropout_p=self.dropout.p if self.training else 0.0, rowscale=rowscale,
-        )  # fmt: skip
+        branch = _Branch(hidden_states, self.dropout, self.drop_path)
+        (out,), _ = _add_and_norm([self.norm], [branch], residual, fused=self.fused_dropout_add_ln)
+        return out
 
 
 # Options that only timm has, and their defaults.

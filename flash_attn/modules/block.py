@@ -9,11 +9,12 @@ one kernel with fused_dropout_add_ln (`layer_norm_fn`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from flash_attn._ops import fusing
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import Mlp
 from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn
@@ -114,7 +115,7 @@ class Block(nn.Module):
         self.norm1 = _made("norm_cls", norm_cls, dim)
         self.output1 = None if output_cls is None else _made("output_cls", output_cls, dim)
         self.mlp = _mlp(dim, mlp_cls)
-        if not isinstance(self.mlp, nn.Identity):
+        if not isinstance(self.mlp, nn.Identity):  # else the block ends after the mixer, which `_has_mlp` asks
             self.dropout2 = _made("dropout_cls", dropout_cls, resid_dropout2)
             self.drop_path2 = StochasticDepth(drop_path2)
             self.norm2 = _made("norm_cls", norm_cls, dim)
@@ -165,7 +166,7 @@ class Block(nn.Module):
             hidden_states = self.output1(hidden_states)
         if mixer_subset is not None:
             residual = residual[:, mixer_subset]
-        if not isinstance(self.mlp, nn.Identity):
+        if self._has_mlp():
             hidden_states, residual = self._add_norm(
                 hidden_states, residual, self.dropout2, self.drop_path2, self.norm2
             )
@@ -178,27 +179,25 @@ class Block(nn.Module):
         out = self.mixer(hidden_states, **mixer_kwargs)
         out, residual = out if self.return_residual else (out, hidden_states)
         hidden_states, _ = self._add_norm(out, residual, self.dropout1, self.drop_path1, self.norm1)
-        if not isinstance(self.mlp, nn.Identity):
+        if self._has_mlp():
             out = self.mlp(hidden_states)
             out, residual = out if self.return_residual else (out, hidden_states)
             hidden_states, _ = self._add_norm(out, residual, self.dropout2, self.drop_path2, self.norm2)
         return hidden_states
 
+    def _has_mlp(self) -> bool:
+        """Whether there is an MLP, and not an nn.Identity: from the start, however it is wrapped, or put in later."""
+        return hasattr(self, "norm2") and not isinstance(self.mlp, nn.Identity)
+
     def _add_norm(
         self, x: Tensor, residual: Tensor | None, dropout: Any, drop_path: StochasticDepth, norm: nn.Module
     ) -> tuple[Tensor, Any]:
         """(norm(h), h) of h = drop_path(dropout(x)) + residual; h only with prenorm, else None."""
-        if self.fused_dropout_add_ln:
-            rowscale = None
-            if self.training and drop_path.p > 0:
-                rowscale = drop_path(torch.ones(x.shape[:-1], device=x.device, dtype=x.dtype))
-            dropout_p = dropout.p if self.training else 0.0
-            out = _fused_norm(self, norm, x, residual, dropout_p, prenorm=self.prenorm, rowscale=rowscale)
-            return out if self.prenorm else (out, None)
-        h = drop_path(dropout(x))
-        h = h if residual is None else h + residual
-        out = _normed(norm, h, x.dtype)
-        return out, h.float() if self.residual_in_fp32 else h
+        (out,), h = _add_and_norm(
+            [norm], [_Branch(x, dropout, drop_path)], residual, fused=self.fused_dropout_add_ln, prenorm=self.prenorm,
+            residual_in_fp32=self.residual_in_fp32,
+        )  # fmt: skip
+        return out, h
 
 
 class ParallelBlock(nn.Module):
@@ -266,50 +265,125 @@ class ParallelBlock(nn.Module):
         Returns (hidden_states1, hidden_states2, residual).
         """
         _refuse_tuple("hidden_states1", hidden_states1)
-        add_norm = self._fused_add_norm if self.fused_dropout_add_ln else self._add_norm
-        normed1, normed2, residual = add_norm(hidden_states1, hidden_states2, residual)
-        return self.mixer(normed1, **(mixer_kwargs or {})), self.mlp(normed2), residual
+        branches = [_Branch(hidden_states1, self.dropout1)]
+        if hidden_states2 is not None:
+            branches.append(_Branch(hidden_states2, self.dropout2))
+        norms = [self.norm1] if self.tied_norm else [self.norm1, self.norm2]
+        normed, residual = _add_and_norm(
+            norms, branches, residual, fused=self.fused_dropout_add_ln, prenorm=True,
+            residual_in_fp32=self.residual_in_fp32,
+        )  # fmt: skip
+        return self.mixer(normed[0], **(mixer_kwargs or {})), self.mlp(normed[-1]), residual
 
-    def _add_norm(self, x1: Tensor, x2: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(norm1(h), norm2(h), h) of h = dropout1(x1) + dropout2(x2) + residual."""
-        h = self.dropout1(x1)
-        if x2 is not None:
-            h = h + self.dropout2(x2)
-        h = h if residual is None else h + residual
-        normed1 = _normed(self.norm1, h, x1.dtype)
-        normed2 = normed1 if self.tied_norm else _normed(self.norm2, h, x1.dtype)
-        return normed1, normed2, h.float() if self.residual_in_fp32 else h
 
-    def _fused_add_norm(self, x1: Tensor, x2: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """`_add_norm` in one kernel."""
-        dropout_p = self.dropout1.p if self.training else 0.0
-        if self.training and x2 is not None and self.dropout1.p != self.dropout2.p:  # the kernel has one for both
-            x1, x2, dropout_p = self.dropout1(x1), self.dropout2(x2), 0.0
-        norm2 = {} if self.tied_norm else dict(weight1=self.norm2.weight, bias1=self.norm2.bias)
-        normed, *normed2, h = _fused_norm(self, self.norm1, x1, residual, dropout_p, prenorm=True, x1=x2, **norm2)
-        return normed, normed if self.tied_norm else normed2[0], h
+class _Branch(NamedTuple):
+    """What is added to the residual stream: drop_path(dropout(x))."""
+
+    x: Tensor
+    dropout: Any = None  # modules, or None
+    drop_path: Any = None
+
+    def dropped(self) -> Tensor:
+        """drop_path(dropout(x))."""
+        x = self.x if self.dropout is None else self.dropout(self.x)
+        return x if self.drop_path is None else self.drop_path(x)
+
+    def p_of_kernel(self) -> float | None:
+        """The probability of dropout with which a kernel does the same; None if the modules must be called."""
+        _, dropout, drop_path = self
+        if drop_path is not None and not fusing.may_fuse(drop_path, (StochasticDepth,), self.x):
+            return None
+        if dropout is None:
+            return 0.0
+        if not fusing.may_fuse(dropout, (nn.Dropout,), self.x) or dropout.p == 1:
+            return None
+        return dropout.p if dropout.training else 0.0
+
+    def rowscale(self) -> Tensor | None:
+        """What drop_path multiplies the rows of x by, (...); None for 1."""
+        if self.drop_path is None or not self.drop_path.training or self.drop_path.p == 0:
+            return None
+        return self.drop_path(torch.ones(self.x.shape[:-1], device=self.x.device, dtype=self.x.dtype))
+
+
+def _add_and_norm(
+    norms: list[nn.Module],
+    branches: list[_Branch],
+    residual: Tensor | None,
+    *,
+    fused: bool,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+) -> tuple[list[Tensor], Any]:
+    """The norms of h, the sum of the residual (...,  dim) and one or two branches, and h.
+
+    Arguments:
+        norms: one norm, or two of the same h.
+        branches: two cannot have a drop_path.
+        fused: by `layer_norm_fn`. Then the norms' results have the dtype of the first branch, and h that of the
+            residual if there is one. Norms that are more than nn.LayerNorm or RMSNorm (hooks, an adapter, another
+            class) are called, with results of the same dtypes.
+        prenorm: h is wanted; with fused, it is None otherwise.
+        residual_in_fp32: h is float32.
+    """
+    x = branches[0].x
+    if fused and (kind := _kind(norms[0], x)) is not None and all(_kind(norm, x) == kind for norm in norms[1:]):
+        return _fused(norms, kind, branches, residual, prenorm, residual_in_fp32)
+    h = residual
+    for branch in branches:
+        h = branch.dropped() if h is None else branch.dropped() + h
+    assert h is not None
+    outs = [_normed(norm, h, x.dtype) for norm in norms]
+    if not fused:
+        return outs, h.float() if residual_in_fp32 else h
+    wide = torch.float32 if residual_in_fp32 else x.dtype
+    return [out.to(x.dtype) for out in outs], h.to(wide if residual is None else residual.dtype)
+
+
+def _kind(norm: Any, x: Tensor) -> tuple[bool, float, bool] | None:
+    """(is_rms_norm, eps, zero_centered_weight) of a norm that `layer_norm_fn` computes; None of any other."""
+    if not fusing.may_fuse(norm, (nn.LayerNorm, RMSNorm), x):
+        return None
+    if type(norm) is RMSNorm:
+        return (True, norm.eps, norm.zero_centered_weight) if norm.drop is None else None
+    return (False, norm.eps, False) if norm.elementwise_affine and len(norm.normalized_shape) == 1 else None
+
+
+def _fused(
+    norms: list[Any],
+    kind: tuple[bool, float, bool],
+    branches: list[_Branch],
+    residual: Tensor | None,
+    prenorm: bool,
+    residual_in_fp32: bool,
+) -> tuple[list[Tensor], Any]:
+    """`_add_and_norm` in one kernel."""
+    first, norm = branches[0], norms[0]
+    dropout_p = first.p_of_kernel()
+    options: dict[str, Any] = dict(x=first.x)
+    if len(branches) > 1:
+        options["x1"] = branches[1].x
+        if branches[1].p_of_kernel() != dropout_p:  # the kernel has one for both
+            dropout_p = None
+    if dropout_p is None:
+        options = dict(zip(("x", "x1"), [branch.dropped() for branch in branches]))
+    else:
+        options |= dict(dropout_p=dropout_p, rowscale=first.rowscale())
+    if len(norms) > 1:
+        options |= dict(weight1=norms[1].weight, bias1=norms[1].bias)
+    is_rms_norm, eps, zero_centered = kind
+    results: Any = layer_norm_fn(
+        weight=norm.weight, bias=norm.bias, residual=residual, eps=eps, prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32, zero_centered_weight=zero_centered, is_rms_norm=is_rms_norm, **options,
+    )  # fmt: skip
+    results = results if isinstance(results, tuple) else (results,)
+    return list(results[: len(norms)]), results[-1] if prenorm else None
 
 
 def _normed(norm: nn.Module, h: Tensor, dtype: torch.dtype) -> Tensor:
     """norm(h), in the dtype of its weight, or in this one if it has none."""
     weight = getattr(norm, "weight", None)
     return norm(h.to(dtype if weight is None else weight.dtype))
-
-
-def _fused_norm(block: Any, norm: Any, x: Tensor, residual: Tensor | None, dropout_p: float, **options: Any) -> Any:
-    """`layer_norm_fn` with the options of the block and of its norm."""
-    return layer_norm_fn(
-        x,
-        norm.weight,
-        norm.bias,
-        residual=residual,
-        eps=norm.eps,
-        dropout_p=dropout_p,
-        residual_in_fp32=block.residual_in_fp32,
-        is_rms_norm=isinstance(norm, RMSNorm),
-        zero_centered_weight=getattr(norm, "zero_centered_weight", False),
-        **options,
-    )
 
 
 def _mixer(dim: int, mixer_cls: Callable[..., nn.Module] | None) -> nn.Module:

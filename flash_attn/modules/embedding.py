@@ -276,6 +276,8 @@ def _rows_of(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
     try:
         return table(ids)
     except IndexError as error:  # as the CPU raises it
+        if not hasattr(table, "num_embeddings"):  # it is wrapped in a module that does not say
+            raise
         raise checks.index_error(name, ids, table.num_embeddings) from error
 
 

@@ -14,9 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks, fused_dense
+from flash_attn._ops import checks, fused_dense, fusing
 from flash_attn.ops.activations import swiglu_of_halves
-from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, Linear, ParallelFusedMLP, RowParallelLinear
+from flash_attn.ops.fused_dense import (
+    PLAIN_LINEAR,
+    ColumnParallelLinear,
+    FusedMLP,
+    Linear,
+    ParallelFusedMLP,
+    RowParallelLinear,
+)
 
 __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp", "ParallelMLP"]
 
@@ -54,7 +61,7 @@ class _Gated(_TwoLayers):
     def hidden(self, x: Tensor) -> Tensor:
         """The input of fc2. For few rows, as in a step of decoding, one kernel computes fc1 and the gate."""
         fc1 = self.fc1
-        if self.activation is F.silu and _is_plain(fc1) and fused_dense.is_for_few_rows(x, fc1.weight):
+        if self.activation is F.silu and _may_fuse(fc1, x) and fused_dense.is_for_few_rows(x, fc1.weight):
             return fused_dense.gated_linear(x, fc1.weight, fc1.bias, "silu")
         return super().hidden(x)
 
@@ -214,10 +221,10 @@ class ParallelGatedMlp(_Gated):
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
 
 
-def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a call of the layer only computes the product with its weight: no hooks, nothing to gather."""
+def _may_fuse(layer: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
+    """Whether calling the layer only computes the product with its weight: there is nothing to gather, either."""
     sends = isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel
-    return type(layer) in (Linear, ColumnParallelLinear) and not sends and fused_dense.is_called_plainly(layer)
+    return not sends and fusing.may_fuse(layer, (*PLAIN_LINEAR, ColumnParallelLinear), x)
 
 
 def _or_else(features: int | None, default: int) -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks, collectives, fused_dense
+from flash_attn._ops import checks, collectives, fused_dense, fusing
 from flash_attn.utils.distributed import all_gather, all_reduce, get_dim_for_local_rank, reduce_scatter, replicated
 
 
@@ -218,6 +218,7 @@ class FewRowsLinear(nn.Linear):
 
 # The linear layer of the package's modules: exactly nn.Linear where there is no kernel for few rows.
 Linear: type[nn.Linear] = FewRowsLinear if fused_dense.HAS_KERNEL else nn.Linear
+PLAIN_LINEAR = nn.Linear, FewRowsLinear  # whose call is one product with the weight, plus the bias
 
 
 class FusedDense(nn.Linear):
@@ -246,6 +247,9 @@ class FusedDense(nn.Linear):
         self, x: Tensor, process_group: ProcessGroup | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """process_group: gather x (..., in_features) along its first dimension from these processes."""
+        if process_group is None and not fusing.is_plain(self.weight):  # such as a quantized weight, which torch knows
+            out = super().forward(x)
+            return (out, x) if self.return_residual else out
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
@@ -347,6 +351,9 @@ class FusedMLP(nn.Module):
         activation, checkpoint_lvl, return_residual: as in `fused_mlp_func`. Nothing is kept outside of training.
         heuristic: as in `fused_mlp_func`, or "auto" for the choice that was fastest when measured.
 
+    If more than its product is wanted of a layer (hooks, an adapter, weight_norm, another class), the layers are called
+    one after the other; `checkpoint_lvl` then has no effect.
+
     >>> FusedMLP(64, checkpoint_lvl=1)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])
     """
@@ -376,7 +383,11 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: Tensor, process_group: ProcessGroup | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """process_group: gather x (..., in_features) along its first dimension, and scatter the sum of all results."""
-        out = _fused_mlp(self, x, process_group, True, self.return_residual)
+        if _may_fuse(self, x):
+            out = _fused_mlp(self, x, process_group, True, self.return_residual)
+        else:
+            out = _called_mlp(self, x if process_group is None else all_gather(x, process_group))
+            out = (out, x) if self.return_residual else out
         if process_group is None:
             return out
         if not self.return_residual:
@@ -428,6 +439,8 @@ class ParallelFusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
+        if not _may_fuse(self, x, (ColumnParallelLinear,), (RowParallelLinear,)):
+            return _called_mlp(self, x)  # whose layers exchange x and the sum
         out = _fused_mlp(self, x, self.process_group, self.sequence_parallel)
         return _reduced(out, self.process_group, self.sequence_parallel)
 
@@ -446,6 +459,16 @@ def _configure(module, activation, checkpoint_lvl, heuristic):
 
 def _described(module):
     return f"activation={module.activation!r}, checkpoint_lvl={module.checkpoint_lvl}"
+
+
+def _may_fuse(module, x, first=PLAIN_LINEAR, second=PLAIN_LINEAR):
+    """Whether `fused_mlp_func` does all that calling the layers of a module, of these classes, would do."""
+    return fusing.may_fuse(module.fc1, first, x) and fusing.may_fuse(module.fc2, second, x)
+
+
+def _called_mlp(module, x):
+    """The MLP by calls of its layers."""
+    return module.fc2(fused_dense.activate(module.fc1(x), module.activation))
 
 
 def _fused_mlp(module, x, process_group, sequence_parallel, return_residual=False):

@@ -133,9 +133,16 @@ def test_trainer_of_images(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Adapters
 
+
+def fused_gpt():
+    """With a head of its own: merged into that, an adapter would change a tied embedding, too."""
+    fused = dict(use_flash_attn=True, fused_bias_fc=True, fused_mlp=True, fused_dropout_add_ln=True)
+    return gpt(**fused, activation_function="gelu_new", tie_word_embeddings=False)
+
+
 MODELS = {
-    "gpt": (gpt, ["Wqkv", "out_proj"], "CAUSAL_LM"),
-    "gpt, flash": (lambda: gpt(use_flash_attn=True, fused_bias_fc=True), ["Wqkv"], None),
+    "gpt": (gpt, ["Wqkv", "out_proj", "fc1", "fc2"], "CAUSAL_LM"),
+    "gpt, fused": (fused_gpt, ["Wqkv", "fc1", "fc2", "lm_head"], None),
     "bert": (bert, ["Wqkv", "out_proj"], None),
     "bert, fused": (lambda: bert(fused_bias_fc=True, fused_dropout_add_ln=True), ["Wqkv", "dense"], None),
     "vit": (vit, ["Wqkv", "Wq", "out_proj", "head"], None),

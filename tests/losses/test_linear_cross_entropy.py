@@ -11,7 +11,11 @@ from compare import assert_error_ratio
 from processes import over_processes
 
 from flash_attn.losses import linear_cross_entropy as module
-from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from flash_attn.losses.linear_cross_entropy import (
+    LinearCrossEntropyLoss,
+    cross_entropy_of_logits,
+    linear_cross_entropy,
+)
 
 ROWS, FEATURES, VOCAB = 37, 16, 53
 
@@ -69,6 +73,26 @@ def test_loss_and_gradients(options, chunk_size, device):
     found = with_gradients(linear_cross_entropy, tensors, labels, 0.7, chunk_size=chunk_size, **options)
     for one, right, other in zip(found, exact, baseline, strict=True):
         assert_error_ratio(one, right, other)
+
+
+def of_logits(hidden, weight, labels, bias, **options):
+    """The same where a layer has given the logits."""
+    return cross_entropy_of_logits(F.linear(hidden, weight, bias), labels, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_loss_of_logits(options, device):
+    tensors, labels = inputs(device=device)
+    labels[labels >= options.get("num_classes", VOCAB)] = -100
+    found = with_gradients(of_logits, tensors, labels, 0.7, **options)
+    expected = with_gradients(linear_cross_entropy, tensors, labels, 0.7, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    hidden, weight, bias = (tensor.detach() for tensor in tensors)
+    softcap = {name: value for name, value in options.items() if name == "softcap"}  # is of the model, not of the loss
+    of_loss = {name: value for name, value in options.items() if name != "softcap"}
+    loss_fn = LinearCrossEntropyLoss(**of_loss, return_z_loss=True, chunk_size=10)
+    both = loss_fn.of_logits(F.linear(hidden, weight, bias).view(1, ROWS, VOCAB), labels[None], **softcap)
+    torch.testing.assert_close(both, loss_fn(hidden, weight, labels, bias, **softcap))
 
 
 @pytest.mark.parametrize("options", [dict(), dict(softcap=5.0)], ids=str)
@@ -264,6 +288,24 @@ def test_errors(change, error, says):
         linear_cross_entropy(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (dict(logits=[1.0]), TypeError, "logits must be a torch.Tensor, found list"),
+        (dict(logits=torch.randn(37, 53).double()), TypeError, "logits must have dtype torch.float32"),
+        (dict(logits=torch.randn(53)), ValueError, "the number of dimensions of logits must be at least 2, found 1"),
+        (dict(labels=torch.zeros(5, dtype=torch.int64)), ValueError, r"labels must have shape \(37,\), found \(5,\)"),
+        (dict(num_classes=54), ValueError, "num_classes must be from 1 to 53, the logits, found 54"),
+        (dict(reduction="none"), ValueError, "reduction must be 'mean' or 'sum', found 'none'"),
+        (dict(softcap=-1.0), ValueError, "softcap must be at least 0, found -1.0"),
+    ],
+)
+def test_errors_of_logits(change, error, says):
+    arguments = dict(logits=torch.randn(37, 53), labels=torch.zeros(37, dtype=torch.int64)) | change
+    with pytest.raises(error, match=says):
+        cross_entropy_of_logits(**arguments)
+
+
 def check_parallel(group):
     torch.manual_seed(0)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -281,7 +323,10 @@ def check_parallel(group):
             dhidden = expected[1].chunk(world)[rank] if sequence_parallel else expected[1]
             for one, other in zip(found, [expected[0], dhidden, expected[2][rows], expected[3][rows]], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        del options["process_group"], options["sequence_parallel"]
+        del options["sequence_parallel"], options["chunk_size"]
+        loss, _, *grads = with_gradients(of_logits, [hidden, weight[rows], bias[rows]], labels, **options)
+        for one, other in zip((loss, *grads), (expected[0], expected[2][rows], expected[3][rows]), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

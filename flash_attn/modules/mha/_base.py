@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, fusing
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.modules.mha import _cache as caches
@@ -96,6 +96,7 @@ class MultiHeadAttention(nn.Module):
             if value and not qk_norm:
                 raise ValueError(f"{name} must be False without qk_norm, found True")
         self.qk_norm = qk_norm
+        self.qk_norm_over_heads = qk_norm_over_heads
         if qk_norm:
             widths = [self.head_dim * (n if qk_norm_over_heads else 1) for n in (num_heads, num_heads_kv)]
             norms: dict[str, Any] = dict(zero_centered_weight=qk_norm_zero_centered, device=device, dtype=dtype)
@@ -118,7 +119,8 @@ class MultiHeadAttention(nn.Module):
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised cache (batch_size, max_seqlen, 2, heads_kv, head_dim), by default like out_proj.weight."""
         shape = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
-        return self.out_proj.weight.new_empty(shape, dtype=dtype)
+        weight = self.out_proj.weight  # not new_empty: of a DTensor that would be divided, too
+        return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
 
     def _self_attention(self, qkv: Tensor, inference_params: Any, **kwargs: Any) -> Tensor:
         """Attention of projected qkv (..., (heads + 2 heads_kv) * head_dim), which it may write to.
@@ -140,7 +142,7 @@ class MultiHeadAttention(nn.Module):
         heads = self.num_heads_per_rank
         packed = inference_params is None and heads == self.num_heads_kv_per_rank
         qkv = qkv.unflatten(-1, (3, heads, self.head_dim) if packed else (-1, self.head_dim))
-        if self._rotates_in_kernel(qkv.shape[1], inference_params):
+        if self._rotates_in_kernel(qkv, inference_params):
             return self._decode(*self._split(qkv), inference_params, rotary=True).flatten(-2)
         if self.rotary_emb_dim > 0:
             qkv = self._rotated(qkv, inference_params, kwargs.get("cu_seqlens"), kwargs.get("max_seqlen"))
@@ -180,10 +182,11 @@ class MultiHeadAttention(nn.Module):
         """qkv (..., (heads + 2 heads_kv) * head_dim) with the norms of its queries and its keys."""
         heads = self.num_heads_per_rank, self.num_heads_kv_per_rank, self.num_heads_kv_per_rank
         q, k, v = qkv.split([n * self.head_dim for n in heads], dim=-1)
-        q, k = (
-            self._norm_of_heads(norm, x.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
-            for norm, x in ((self.q_norm, q), (self.k_norm, k))
-        )
+        if self.qk_norm_over_heads:
+            q, k = self._norm_of_heads(self.q_norm, q), self._norm_of_heads(self.k_norm, k)
+        else:
+            q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
+            q, k = self._norm_of_heads(self.q_norm, q).flatten(-2), self._norm_of_heads(self.k_norm, k).flatten(-2)
         return torch.cat([q, k, v], dim=-1)
 
     def _norm_of_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
@@ -221,14 +224,20 @@ class MultiHeadAttention(nn.Module):
             return False
         return self.use_flash_attn or caches.has_rows_of_different_lengths(inference_params)
 
-    def _rotates_in_kernel(self, seqlen: int, inference_params: Any) -> bool:
-        """Whether the decoding kernel can rotate: it takes several queries only if they are causal, and no xPos."""
+    def _rotates_in_kernel(self, qkv: Tensor, inference_params: Any) -> bool:
+        """Whether the decoding kernel can rotate: it takes several queries only if they are causal, and no xPos.
+
+        It has the tables of rotary_emb, so it stands for a class that makes other tables, but not for another forward.
+        """
+        if not self._decodes_in_kernel(inference_params) or self.rotary_emb_dim == 0 or self.rotary_emb_dim % 16 != 0:
+            return False
+        embedding = self.rotary_emb
         return (
-            self._decodes_in_kernel(inference_params)
-            and self.rotary_emb_dim > 0
-            and self.rotary_emb_dim % 16 == 0
-            and self.rotary_emb.scale_base is None
-            and (seqlen == 1 or self.inner_cross_attn.causal)
+            isinstance(embedding, RotaryEmbedding)
+            and type(embedding).forward is RotaryEmbedding.forward
+            and fusing.may_fuse(embedding, (type(embedding),), qkv)
+            and embedding.scale_base is None
+            and (qkv.shape[1] == 1 or self.inner_cross_attn.causal)
         )
 
     def _decode(self, q: Tensor, kv: Tensor, inference_params: Any, rotary: bool = False) -> Tensor:

@@ -88,7 +88,7 @@ class _FlashAttention(nn.Module):
 
     def _options(self, causal: bool | None, device: torch.device) -> dict[str, Any]:
         return dict(
-            dropout_p=self.drop.p if self.training else 0.0,
+            dropout_p=self.drop.p if self.drop.training else 0.0,
             softmax_scale=self.softmax_scale,
             causal=self.causal if causal is None else causal,
             window_size=self.window_size,
@@ -226,7 +226,7 @@ class _TorchAttention(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            dropout_p=self.drop.p if self.training else 0.0,
+            dropout_p=self.drop.p if self.drop.training else 0.0,
             is_causal=is_causal,
             scale=self.softmax_scale or None,
             enable_gqa=q.shape[2] != k.shape[2],

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from flash_attn._ops import checks, fused_dense
+from flash_attn._ops import checks, fusing
 from flash_attn.modules.mha._base import MultiHeadAttention
 from flash_attn.ops.fused_dense import FewRowsLinear, FusedDense, Linear, fused_dense_func
 
@@ -202,11 +202,11 @@ class MHA(MultiHeadAttention):
             qkv = torch.cat([_convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)], dim=-1)
         return qkv, residual
 
-    def _projected(self, linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _projected(self, linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(linear(x), x) if the residual is returned, else (linear(x), None)."""
         if not self.return_residual:
             return linear(x), None
-        if type(linear) is FusedDense and fused_dense.is_called_plainly(linear):  # adds the two gradients of x
+        if fusing.may_fuse(linear, (FusedDense,), x):  # adds the two gradients of x
             return cast(tuple[Tensor, Tensor], fused_dense_func(x, linear.weight, linear.bias, return_residual=True))
         return linear(x), x
 

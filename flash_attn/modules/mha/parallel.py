@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, fusing
 from flash_attn.modules.mha._base import MultiHeadAttention
 from flash_attn.modules.mha._heads import features_of_process
 from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
@@ -99,8 +99,17 @@ class ParallelMHA(MultiHeadAttention):
                 vars(weight)["_shared_params"] = True
 
     def _norm_of_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        weight = replicated(norm.weight, self.process_group)
-        return rms_norm_fn(x, weight, None, eps=norm.eps, zero_centered_weight=norm.zero_centered_weight)
+        if fusing.may_fuse(norm, (RMSNorm,), x):
+            weight = replicated(norm.weight, self.process_group)
+            return rms_norm_fn(x, weight, None, eps=norm.eps, zero_centered_weight=norm.zero_centered_weight)
+        if not torch.is_grad_enabled():
+            return norm(x)
+        shared = {
+            f"{path}.{name}" if path else name: replicated(parameter, self.process_group)
+            for path, module in norm.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        return torch.func.functional_call(norm, shared, (x,))
 
     def _with_gathered_kv(self, qkv: Tensor) -> Tensor:
         """qkv (..., (heads + 2 heads_kv) * head_dim) of this process's heads, with keys and values from all processes.

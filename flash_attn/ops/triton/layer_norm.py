@@ -13,7 +13,7 @@ from typing import Literal, overload
 import torch
 from torch.nn import functional
 
-from flash_attn._ops import checks, layer_norm
+from flash_attn._ops import checks, fusing, layer_norm
 
 _NAMES = "x", "weight", "bias"
 
@@ -240,9 +240,13 @@ class RMSNorm(torch.nn.Module):
 
         Returns a tensor like x; with prenorm also the sum, in float32 with residual_in_fp32.
         """
+        dropout_p = 0.0
+        if self.drop is not None and not fusing.may_fuse(self.drop, (torch.nn.Dropout,), x):
+            x = self.drop(x)
+        elif self.drop is not None and self.drop.training:
+            dropout_p = self.drop.p
         return rms_norm_fn(
-            x, self.weight, self.bias, residual=residual, eps=self.eps,
-            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0, prenorm=prenorm,
+            x, self.weight, self.bias, residual=residual, eps=self.eps, dropout_p=dropout_p, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
         )  # fmt: skip
 

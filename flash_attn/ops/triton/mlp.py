@@ -6,7 +6,8 @@ mlp = FusedDenseSqreluDense(1024, checkpoint_lvl=1)
 import torch
 from torch import nn
 
-from flash_attn._ops import fused_dense, linear_act
+from flash_attn._ops import fused_dense, fusing, linear_act
+from flash_attn.ops.fused_dense import PLAIN_LINEAR
 
 
 def fused_dense_sqrelu_dense_function(
@@ -51,6 +52,8 @@ class FusedDenseSqreluDense(nn.Module):
         bias1, bias2: whether the layers have a bias.
         checkpoint_lvl: as in `fused_dense_sqrelu_dense_function`.
 
+    Its layers are called one after the other where those of `flash_attn.ops.fused_dense.FusedMLP` are.
+
     >>> FusedDenseSqreluDense(64)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])
     """
@@ -77,6 +80,8 @@ class FusedDenseSqreluDense(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """fc2(relu(fc1(x))^2) of x (..., in_features): (..., out_features)."""
+        if not all(fusing.may_fuse(layer, PLAIN_LINEAR, x) for layer in (self.fc1, self.fc2)):
+            return self.fc2(fused_dense.activate(self.fc1(x), "sqrelu"))
         return fused_dense_sqrelu_dense_function(
             x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.checkpoint_lvl
         )

@@ -100,12 +100,20 @@ def _special(named, optimizer_cfg, apply_lr_multiplier):
 
 
 def _owners(model):
-    """The module of each parameter name: the one in which the parameter has its first name."""
+    """The module of each parameter name: the one in which the parameter has its first name.
+
+    That of a parametrized weight is the layer that has the weight, and not what holds its parts.
+    """
     return {
-        f"{prefix}.{name}" if prefix else name: module
+        f"{prefix}.{name}" if prefix else name: model.get_submodule(_layer_of(prefix))
         for prefix, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     }
+
+
+def _layer_of(name):
+    """The name of the layer that a module is a part of: the module itself, if it is not of a parametrization."""
+    return f".{name}".partition(".parametrizations.")[0].removeprefix(".")
 
 
 def _is_rms_norm(module):

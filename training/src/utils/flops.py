@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
@@ -88,13 +89,18 @@ def train_flops_per_token(model: nn.Module, seqlen: int) -> float:
     weights = sum(
         module.weight.numel()
         for module in model.modules()
-        if isinstance(getattr(module, "weight", None), Tensor)
-        and module.weight.dim() == 2
-        and not isinstance(module, nn.Embedding)
+        if _has_own_weight(module) and module.weight.dim() == 2 and not isinstance(module, nn.Embedding)
     )
     group = getattr(model, "process_group", None)
     parts = 1 if group is None else dist.get_world_size(group)
     return 6 * weights + 12 * layers * seqlen * width / parts
+
+
+def _has_own_weight(module):
+    """Whether a module has a weight, and not a wrapper the weight of what it wraps, as that of torch.compile does."""
+    own = {*vars(module), *(name for name, _ in module.named_parameters(recurse=False))}
+    is_own = "weight" in own or is_parametrized(module, "weight")
+    return is_own and isinstance(module.weight, Tensor)
 
 
 def profile_fvcore(

@@ -4,7 +4,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from flash_attn.models.gpt import GPTLMHeadModel
@@ -114,6 +116,23 @@ def test_options_add_decay(option, changed):
     differing = {name for name in before if before[name] != after[name]}
     assert differing == set(changed)
     assert all(after[name] == 0.1 for name in differing)
+
+
+def test_layers_that_are_changed_keep_their_rule():
+    """Wrapped, adapted or parametrized, a layer is what it was."""
+    model, expected = Mixed(), decays(Mixed())
+    parametrizations.spectral_norm(model.embedding)
+    for name in ("linear", "conv"):
+        parametrizations.weight_norm(model.get_submodule(name))
+    for i, norm in enumerate(model.norms):
+        if i != 2:
+            parametrizations.weight_norm(norm)
+        model.norms[i] = checkpoint_wrapper(torch.compile(norm, backend="eager"))
+    model.head.weight = nn.Parameter(torch.ones(5, 4))
+    for name, decay in decays(model).items():
+        owner, _, kind = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "").rpartition(".")
+        owner, _, of = owner.partition(".parametrizations.")
+        assert owner == "head" or decay == expected[".".join(each for each in (owner, of or kind) if each)], name
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt2 of transformers"])

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, prune
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -31,6 +33,18 @@ def test_gpt(model):
     assert 2 * macs == counter.get_total_flops() == 3 * SEQLEN * FORWARD
     assert total == activations.total() == 3 * SEQLEN * (LAYERS * (3 + 1 + 1 + 4 + 1) * WIDTH + VOCAB)
     assert profile_deepspeed(model, (SEQLEN,), torch.int64) == (macs // 3, sum(p.numel() for p in model.parameters()))
+    assert train_flops_per_token(model, SEQLEN) == 3 * FORWARD
+
+
+def test_weights_of_wrapped_layers_count_once():
+    """So that a change of layers does not change what a step is said to take."""
+    model = MODELS["fused"]()
+    block = model.transformer.layers[0]
+    block.mlp.fc1 = checkpoint_wrapper(torch.compile(block.mlp.fc1, backend="eager"))
+    parametrizations.weight_norm(block.mlp.fc2)
+    prune.l1_unstructured(model.lm_head, "weight", amount=0.5)
+    table = model.transformer.embeddings
+    table.word_embeddings = torch.compile(table.word_embeddings, backend="eager")
     assert train_flops_per_token(model, SEQLEN) == 3 * FORWARD
 
 
