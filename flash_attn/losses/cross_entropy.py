@@ -66,7 +66,7 @@ class CrossEntropyLoss(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss, or (loss, z_loss), of logits `input` (rows, vocab) and labels `target` (rows,).
 
-        precomputed_lse: float32 (rows,), the logsumexp of each row if it is known already.
+        precomputed_lse: (rows,) float32 or float64, the logsumexp of each row if it is known already.
         Each is a float32 scalar, or (rows,) with reduction="none".
         """
         losses, z_losses, count = xentropy.cross_entropy(

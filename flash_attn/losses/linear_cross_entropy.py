@@ -73,7 +73,7 @@ def linear_cross_entropy(
     classes = world_size * len(weight) if num_classes is None else checks.whole("num_classes", num_classes)
     dtype = _check(hidden, weight, labels, bias, classes, world_size, reduction)
     options = xentropy.check_options(logit_scale, lse_square_scale, ignore_index)
-    rest = (xentropy.check_smoothing(label_smoothing), *options, rank * len(weight), classes, world_size > 1)
+    rest = (xentropy.check_smoothing(label_smoothing), *options, rank * len(weight), classes)
     softcap = checks.as_float("softcap", softcap)
     checks.number("softcap", softcap, softcap >= 0, "at least 0")
     tensors, labels = (hidden.flatten(0, -2), weight, bias), labels.flatten()
@@ -202,9 +202,7 @@ class _Gradients:
 
 def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size, group, softcap):
     """Returns the loss, the z-loss and the number that their sums were divided by; adds to `gradients` unless None."""
-    *options, class_start, classes, partial = rest
-    smoothing, scale, lse_square_scale, ignore_index = options
-    options = smoothing, scale, lse_square_scale, ignore_index, class_start, classes
+    *_, ignore_index, class_start, classes = rest
     own = max(min(classes - class_start, len(weight)), 0)  # rows of the weight without padding
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     results = []
@@ -224,11 +222,11 @@ def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size,
         if makes_gradients:
             unit = x.new_full((), gradients.unit, dtype=torch.float32).expand(len(x))
         if makes_gradients and group is None:  # in one pass over the logits
-            losses, z_losses, _, kept = xentropy.fwd_bwd_(unit, real, y, *options)
+            losses, z_losses, _, kept = xentropy.fwd_bwd_(unit, real, y, *rest)
         else:
-            losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *options, partial), group)
+            losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *rest), group)
             if makes_gradients:
-                xentropy.bwd_(unit, real, y, lse, *options)
+                xentropy.bwd_(unit, real, y, lse, *rest)
         results.append((losses, z_losses, kept))
         if makes_gradients:
             if slope is not None:
