@@ -226,7 +226,7 @@ def forward(logits, rest, group):
         logits, labels, lse, label_smoothing, logit_scale, 0.0, *others, class_start, total_classes
     )
     of_parts, _ = collectives.gather_rows(lse, group)
-    of_all = of_parts.view(-1, len(lse)).logsumexp(dim=0)
+    of_all = of_parts.view(collectives.size(group), len(lse)).logsumexp(dim=0)
     # The share of this part, which has its own lse so far, gets that of all.
     vocab = logits.shape[1]
     is_own = (labels >= class_start) & (labels < class_start + vocab)

@@ -17,7 +17,8 @@ class CrossEntropyLoss(torch.nn.Module):
 
     Arguments:
         ignore_index: the label of rows that do not count. Rows whose label is no class do not count either.
-        reduction: "mean" over the rows that count (NaN if there is none), "sum", or "none" for the loss of each row.
+        reduction: "mean" over the rows that count (NaN if there is none, with gradients of 0), "sum", or "none" for the
+            loss of each row.
         label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
             `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.

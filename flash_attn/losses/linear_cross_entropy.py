@@ -47,7 +47,7 @@ def linear_cross_entropy(
         labels: int32 or int64, the shape of hidden without its features.
         num_classes: how many rows of the weight are classes; the others, at its end, are padding. All if None.
         ignore_index, label_smoothing, logit_scale, lse_square_scale: as in `CrossEntropyLoss`.
-        reduction: "mean" over the labels that count (NaN if there is none) or "sum".
+        reduction: "mean" over the labels that count (NaN if there is none, with gradients of 0) or "sum".
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
         chunk_size: how many rows of logits are held at a time; by default as many as have 2^28 elements.
         process_group: a group of processes that divide the rows of the weight among them. num_classes counts the
@@ -177,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dloss is None:
             return (None,) * 11
         _, count, *gradients = ctx.saved_tensors
-        scale = dloss.float() / count / ctx.unit
+        scale = torch.where(count > 0, dloss.float() / count / ctx.unit, 0)  # the mean of no losses has a gradient of 0
         return *(_scaled(x, scale, dtype) for x, dtype in zip(gradients, ctx.dtypes)), *(None,) * 8
 
 
