@@ -86,7 +86,7 @@ class IndexFirstAxis(torch.autograd.Function):
 
 
 class IndexPutFirstAxis(torch.autograd.Function):
-    """`IndexPutFirstAxis.apply` is `index_put_first_axis`. Forward and backward are as in `IndexFirstAxis`."""
+    """`IndexPutFirstAxis.apply` is `index_put_first_axis`. Forward and backward: as in `IndexFirstAxis`."""
 
     apply = staticmethod(index_put_first_axis)
 
@@ -104,7 +104,7 @@ class IndexPutFirstAxis(torch.autograd.Function):
 
 
 class IndexFirstAxisResidual(torch.autograd.Function):
-    """`IndexFirstAxisResidual.apply` is `index_first_axis_residual`. Forward and backward are as in `IndexFirstAxis`."""
+    """`IndexFirstAxisResidual.apply` is `index_first_axis_residual`. Forward and backward: as in `IndexFirstAxis`."""
 
     apply = staticmethod(index_first_axis_residual)
 
