@@ -78,7 +78,7 @@ def forward(shape, dtype, device):
         "flash_attn": lambda: cross_entropy_loss(logits, labels),
         "torch": lambda: losses_of(logits, labels),
         "torch.compile": lambda: compiled(logits, labels),
-        "triton": lambda: triton_kernels().fwd(logits, labels, None, *OPTIONS, shape[1], False),
+        "triton": lambda: triton_kernels().fwd(logits, labels, None, *OPTIONS, shape[1]),
         "liger": lambda: liger(logits, labels, "none"),
     }
 
@@ -87,7 +87,7 @@ def backward(shape, dtype, device):
     logits, labels = draw(shape, dtype, device)
     logits.requires_grad_()
     compiled = torch.compile(losses_of, dynamic=False)
-    dlosses, lse = torch.randn(shape[0], device=device), logits.detach().float().logsumexp(dim=-1)
+    dlosses, lse = torch.randn(shape[0], device=device), logits.detach().double().logsumexp(dim=-1)
     return {
         "flash_attn": backward_of(lambda: cross_entropy_loss(logits, labels)[0], logits),
         "torch": backward_of(lambda: losses_of(logits, labels), logits),
@@ -99,7 +99,7 @@ def backward(shape, dtype, device):
 def backward_in_place(shape, dtype, device):
     """Without autograd, which would not let the same tensor be overwritten again and again."""
     logits, labels = draw(shape, dtype, device)
-    dlosses, lse = torch.randn(shape[0], device=device), logits.float().logsumexp(dim=-1)
+    dlosses, lse = torch.randn(shape[0], device=device), logits.double().logsumexp(dim=-1)
     args = dlosses, logits, labels, lse, *OPTIONS, shape[1]
     return {"flash_attn": lambda: xentropy.bwd_(*args), "triton": lambda: triton_kernels().bwd_(*args)}
 
@@ -163,7 +163,7 @@ def both_of_mean(scales, shape, dtype, device):
 
 
 def triton_both(logits, labels):
-    losses, _, lse, _ = triton_kernels().fwd(logits, labels, None, *OPTIONS, logits.shape[1], False)
+    losses, _, lse, _ = triton_kernels().fwd(logits, labels, None, *OPTIONS, logits.shape[1])
     return triton_kernels().bwd(torch.ones_like(losses), logits, labels, lse, *OPTIONS, logits.shape[1])
 
 

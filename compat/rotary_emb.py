@@ -17,10 +17,10 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj, /):
     rotary_dim / 2). A kernel runs, in place or not, if x1 and x2 are the halves of a tensor or its even and odd
     channels, and out1 and out2 are, too. Other layouts, and float64, use torch's operations. Returns None.
     """
-    checks.alike(("x1", "x2", "out1", "out2"), (x1, x2, out1, out2), dtypes=ops.TABLE_DTYPES)
+    checks.alike(("x1", "x2", "out1", "out2"), (x1, x2, out1, out2), dtypes=ops.DTYPES)
     for name, value in (("x2", x2), ("out1", out1), ("out2", out2)):
         checks.has_shape(name, value, tuple(x1.shape))
-    checks.alike(("cos", "sin"), (cos, sin), dtypes=ops.TABLE_DTYPES)
+    checks.alike(("cos", "sin"), (cos, sin), dtypes=ops.DTYPES)
     for name, table in (("cos", cos), ("sin", sin)):
         checks.tensor(name, table, device=x1.device)
         sizes = zip(reversed(table.shape), reversed(x1.shape))
@@ -29,7 +29,13 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj, /):
     checks.flags(conj=conj)
     checks.own_memory(out1=out1, out2=out2)
     source, target, tables = _joined(x1, x2), _joined(out1, out2), _rows(x1, cos, sin)
-    if source is None or target is None or tables is None or source[1] != target[1] or x1.dtype not in ops.DTYPES:
+    if (
+        source is None
+        or target is None
+        or tables is None
+        or source[1] != target[1]
+        or x1.dtype not in ops.KERNEL_DTYPES
+    ):
         x1, x2, cos, sin = (x.float() for x in (x1, x2, cos, sin))
         sin = -sin if conj else sin
         turned = x1 * cos - x2 * sin, x1 * sin + x2 * cos

@@ -20,22 +20,25 @@ def forward(input, labels, smoothing, total_classes=-1):
     where the last term is missing for a label that is not in 0 .. columns - 1.
     """
     ops.check(input, labels, smoothing)
-    own = (labels >= 0) & (labels < input.shape[1])
+    options = _options(input, smoothing, total_classes)
     with torch.no_grad():
-        shares, _, lse, _ = ops.fwd(input, labels, None, *_options(input, smoothing, total_classes), True)
-    return [shares + lse * torch.where(own, 1.0, smoothing), lse]
+        losses, _, lse, _ = ops.fwd(input, labels, None, *options)
+    lse, others = lse.float(), 1 - input.shape[1] / options[-1]  # the share of the classes that have no column
+    return [losses + smoothing * others * lse if others else losses, lse]
 
 
 def backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1):
     """Returns the gradient grad_loss * (exp(x_c - lse) - (1 - smoothing) * [c = label] - smoothing / V) of the logits.
 
-    max_log_sum_exp is the lse that `forward` returned. With inplace, the gradient overwrites the logits.
+    max_log_sum_exp is the lse that `forward` returned, so rounded to float32: with logits near 30000 that is a relative
+    error of 0.1 % in exp(x_c - lse), which `flash_attn`'s own losses do not have. With inplace, the gradient overwrites
+    the logits.
     """
     ops.check(logits, labels, smoothing)
     ops.check_row_values("grad_loss", grad_loss, logits)
     ops.check_row_values("max_log_sum_exp", max_log_sum_exp, logits)
     checks.flags(inplace=inplace)
-    args = grad_loss, logits, labels, max_log_sum_exp, *_options(logits, smoothing, total_classes)
+    args = grad_loss, logits, labels, max_log_sum_exp.double(), *_options(logits, smoothing, total_classes)
     with torch.no_grad():
         if not inplace:
             return ops.bwd(*args)

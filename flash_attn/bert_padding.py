@@ -9,6 +9,8 @@ except for the two `unpad` functions: their shapes depend on the data. (`unpad_i
 `capture_dynamic_output_shape_ops` and `capture_scalar_outputs` are set in torch._dynamo.config.)
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat  # noqa: F401  (other projects import these two names from here)
@@ -63,22 +65,59 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
     return index_first_axis(input, indices), input
 
 
-class IndexFirstAxis:
-    """`IndexFirstAxis.apply` is `index_first_axis`."""
+class IndexFirstAxis(torch.autograd.Function):
+    """`IndexFirstAxis.apply` is `index_first_axis`. Forward and backward are for autograd Functions that call them."""
 
     apply = staticmethod(index_first_axis)
 
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, indices: Tensor) -> Tensor:
+        """`index_first_axis(input, indices)`, keeping in `ctx` what `backward` needs."""
+        ctx.save_for_backward(indices)
+        ctx.first_axis_dim = len(input)
+        return index_first_axis(input, indices)
 
-class IndexPutFirstAxis:
-    """`IndexPutFirstAxis.apply` is `index_put_first_axis`."""
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """The gradients of input and indices, of which the latter is None."""
+        (indices,) = ctx.saved_tensors
+        rows = grad_output.new_zeros(ctx.first_axis_dim, *grad_output.shape[1:])
+        return rows.index_add(0, indices, grad_output), None
+
+
+class IndexPutFirstAxis(torch.autograd.Function):
+    """`IndexPutFirstAxis.apply` is `index_put_first_axis`. Forward and backward: as in `IndexFirstAxis`."""
 
     apply = staticmethod(index_put_first_axis)
 
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+        """`index_put_first_axis(values, indices, first_axis_dim)`, keeping in `ctx` what `backward` needs."""
+        ctx.save_for_backward(indices)
+        return index_put_first_axis(values, indices, first_axis_dim)
 
-class IndexFirstAxisResidual:
-    """`IndexFirstAxisResidual.apply` is `index_first_axis_residual`."""
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        """The gradients of values, indices and first_axis_dim, of which the last two are None."""
+        (indices,) = ctx.saved_tensors
+        return index_first_axis(grad_output, indices), None, None
+
+
+class IndexFirstAxisResidual(torch.autograd.Function):
+    """`IndexFirstAxisResidual.apply` is `index_first_axis_residual`. Forward and backward: as in `IndexFirstAxis`."""
 
     apply = staticmethod(index_first_axis_residual)
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """`index_first_axis_residual(input, indices)`, keeping in `ctx` what `backward` needs."""
+        return IndexFirstAxis.forward(ctx, input, indices), input.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor) -> tuple[Tensor, None]:
+        """The gradients of input and indices, of which the latter is None."""
+        (indices,) = ctx.saved_tensors
+        return grad_residual.index_add(0, indices, grad_output), None
 
 
 def unpad_input(

@@ -80,6 +80,35 @@ def test_classes_apply_positionally(device):
     assert torch.equal(IndexFirstAxisResidual.apply(x, indices)[1], x)
 
 
+@pytest.mark.parametrize(
+    ("cls", "function", "sizes"),
+    [
+        (IndexFirstAxis, index_first_axis, ()),
+        (IndexPutFirstAxis, index_put_first_axis, (7,)),
+        (IndexFirstAxisResidual, index_first_axis_residual, ()),
+    ],
+)
+def test_classes_within_another_function(cls, function, sizes, device):
+    """As Functions of autograd: forward and backward with a ctx."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *args):
+            return cls.forward(ctx, 2 * x, *args)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            grad, *others = cls.backward(ctx, *grads)
+            return 2 * grad, *others
+
+    repeats = cls is not IndexPutFirstAxis
+    x, indices = _random(4, 2, device=device), _int64([2, 0, 2 if repeats else 3, 1], device)
+    for found, expected in zip(Scaled.apply(x, indices, *sizes), function(2 * x, indices, *sizes), strict=True):
+        assert torch.equal(found, expected)
+    assert torch.autograd.gradcheck(lambda x: Scaled.apply(x, indices, *sizes), x)
+    assert issubclass(cls, torch.autograd.Function)
+
+
 def test_names_others_import():
     assert bert_padding.rearrange(torch.zeros(2, 3), "a b -> b a").shape == (3, 2)
     assert bert_padding.repeat(torch.zeros(2), "a -> a b", b=3).shape == (2, 3)

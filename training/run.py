@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
 from src.utils import hints, resolvers
+from src.utils.numeric import check_numbers
 
 log = logging.getLogger(__name__)
 FOLDER = pathlib.Path(__file__).parent
@@ -29,6 +31,7 @@ INTEGERS = {  # keys, and the least value of each; -1 means no limit. Others may
     "train.global_batch_size": 1, "seed": 0, "trainer.max_steps": -1, "trainer.max_epochs": -1, "trainer.num_nodes": 1,
     "trainer.log_every_n_steps": 0,
 }  # fmt: skip
+OBJECTS_WITH_NUMBERS = ("train.optimizer", "train.scheduler", "trainer")
 FLAGS = ("resume", "print_config", "ignore_warnings", "test_after_training")
 NEEDED = {
     "train": ("model", "datamodule"), "prepare": ("datamodule",), "eval": (), "generate": ("eval.ckpt",),
@@ -39,7 +42,7 @@ PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "t
 
 
 def main() -> None:
-    """Run with the arguments of the command line. Hydra's message about a wrong one is followed by similar names."""
+    """Run with the arguments of the command line. What Hydra says of a wrong one, or of an import, gets hints."""
     load_env(pathlib.Path.cwd())
     resolvers.register()
     nulls = hints.nulls(FOLDER / "configs", sys.argv[1:])
@@ -51,7 +54,8 @@ def main() -> None:
         _main(composed)()
     except SystemExit as error:
         if error.code and not composed:
-            print(*hints.hints(FOLDER / "configs", sys.argv[1:]), sep="\n", file=sys.stderr)
+            lines = hints.failed_imports(error) or hints.hints(FOLDER / "configs", sys.argv[1:])
+            print(*lines, sep="\n", file=sys.stderr)
         raise
 
 
@@ -119,7 +123,13 @@ def check_values(config: DictConfig) -> None:
     path = pathlib.PurePath("" if OmegaConf.is_config(name) else str(name))
     if name is not None and (path.is_absolute() or ".." in path.parts or not path.parts):
         raise ValueError(f"name must be that of a folder in checkpoint_dir, found {name!r}")
+    for key in OBJECTS_WITH_NUMBERS:
+        options = OmegaConf.select(config, key)
+        if OmegaConf.is_dict(options):
+            check_numbers(OmegaConf.to_container(options), key)
     interval = OmegaConf.select(config, "trainer.val_check_interval")
+    if isinstance(interval, str) and not re.fullmatch(r"\d+(:\d+){3}", interval):
+        raise ValueError(f"trainer.val_check_interval must be a number or a time DD:HH:MM:SS, found {interval!r}")
     if isinstance(interval, int | float) and interval <= 0:
         raise ValueError(
             f"trainer.val_check_interval must be more than 0, found {interval}: +trainer.limit_val_batches=0 switches "

@@ -19,11 +19,12 @@ struct Options {
 
 bool has_adjacent_columns(const Tensor& logits) { return logits.size(1) <= 1 || logits.stride(1) == 1; }
 
-// Checks a tensor of one fp32 number for each row.
-void check_row_values(const Tensor& values, const Tensor& logits, const char* name) {
+// Checks a tensor of one number for each row.
+void check_row_values(const Tensor& values, const Tensor& logits, const char* name,
+                      ScalarType dtype = ScalarType::Float) {
   check_device(values, logits, name);
   check_shape(values, {logits.size(0)}, name);
-  check_dtype(values, ScalarType::Float, name);
+  check_dtype(values, dtype, name);
 }
 
 // Returns the parameters that both directions share. `logits` must have adjacent columns.
@@ -68,7 +69,7 @@ struct Results {
   explicit Results(const Tensor& logits)
       : losses(new_tensor({logits.size(0)}, aoti_torch_dtype_float32(), logits)),
         z_losses(new_tensor({logits.size(0)}, aoti_torch_dtype_float32(), logits)),
-        lse(new_tensor({logits.size(0)}, aoti_torch_dtype_float32(), logits)),
+        lse(new_tensor({logits.size(0)}, aoti_torch_dtype_float64(), logits)),
         kept(new_tensor({logits.size(0)}, aoti_torch_dtype_bool(), logits)) {}
 
   xentropy::FwdParams params(const xentropy::Problem& problem) const {
@@ -76,7 +77,7 @@ struct Results {
         .problem = problem,
         .losses = static_cast<float*>(losses.mutable_data_ptr()),
         .z_losses = static_cast<float*>(z_losses.mutable_data_ptr()),
-        .lse = static_cast<float*>(lse.mutable_data_ptr()),
+        .lse = static_cast<double*>(lse.mutable_data_ptr()),
         .kept = static_cast<bool*>(kept.mutable_data_ptr()),
     };
   }
@@ -88,17 +89,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> xentropy_fwd(const Tensor& logits, co
                                                         const std::optional<Tensor>& known_lse, double label_smoothing,
                                                         double logit_scale, double lse_square_scale,
                                                         std::optional<int64_t> ignore_index, int64_t class_start,
-                                                        int64_t total_classes, bool partial) {
+                                                        int64_t total_classes) {
   const DeviceGuard guard(logits.get_device_index());
   const Tensor rows = checked_logits(logits);
-  if (known_lse) check_row_values(*known_lse, logits, "lse");
+  if (known_lse) check_row_values(*known_lse, logits, "lse", ScalarType::Double);
   const auto problem = problem_of(
       rows, labels, {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes});
   const Results results(logits);
   xentropy::FwdParams params = results.params(problem);
-  params.known_lse = pointer<float>(known_lse);
+  params.known_lse = pointer<double>(known_lse);
   params.known_lse_stride = known_lse ? known_lse->stride(0) : 0;
-  params.partial = partial;
   xentropy::fwd(params, current_stream(logits));
   return {results.losses, results.z_losses, results.lse, results.kept};
 }
@@ -113,7 +113,7 @@ void differentiate(const Tensor& dlosses, const std::optional<Tensor>& expected,
                    const Tensor& labels, const Tensor& lse, const Options& options, const Tensor& dlogits) {
   check_row_values(dlosses, logits, "dlosses");
   if (expected) check_row_values(*expected, logits, "expected");
-  check_row_values(lse, logits, "lse");
+  check_row_values(lse, logits, "lse", ScalarType::Double);
   void* const target = dlogits.mutable_data_ptr();  // before reading logits: gives a lazy clone its own memory
   const xentropy::BwdParams params{
       .problem = problem_of(logits, labels, options),
@@ -121,7 +121,7 @@ void differentiate(const Tensor& dlosses, const std::optional<Tensor>& expected,
       .dlosses_stride = dlosses.stride(0),
       .expected = pointer<float>(expected),
       .expected_stride = expected ? expected->stride(0) : 0,
-      .lse = static_cast<const float*>(lse.const_data_ptr()),
+      .lse = static_cast<const double*>(lse.const_data_ptr()),
       .lse_stride = lse.stride(0),
       .dlogits = target,
       .dlogits_stride = dlogits.stride(0),

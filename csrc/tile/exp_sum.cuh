@@ -28,13 +28,19 @@ struct ExpSum {
     sum += added;
   }
 
-  // Adds values of any size, and replaces each x by exp2(c (x - max)).
+  // Raises the maximum to the largest of these values, if that is larger.
   template <int kSize>
-  __device__ void add(float (&x)[kSize], float c) {
+  __device__ void raise_over(const float (&x)[kSize], float c) {
     float largest = x[0];
 #pragma unroll
     for (float value : x) largest = fmaxf(largest, value);
     raise(largest, c);
+  }
+
+  // Adds values of any size, and replaces each x by exp2(c (x - max)).
+  template <int kSize>
+  __device__ void add(float (&x)[kSize], float c) {
+    raise_over(x, c);
     add_below(x, c);
   }
 };

@@ -101,6 +101,7 @@ struct Inside {
   __device__ Inside(int column, int cols) : first(max(-column, 0)), last(min(cols - column, kWidth)) {}
   __device__ bool operator[](int j) const { return j >= first && j < last; }
   __device__ bool all() const { return first == 0 && last == kWidth; }
+  __device__ int count() const { return max(last - first, 0); }
 };
 
 template <int kWidth, typename T>

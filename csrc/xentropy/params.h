@@ -30,13 +30,12 @@ struct Problem {
 
 struct FwdParams {
   Problem problem;
-  const float* known_lse;  // (rows), computed before; null if the kernel computes it
+  const double* known_lse;  // (rows), computed before; null if the kernel computes it
   int64_t known_lse_stride;
   float* losses;    // (rows)
   float* z_losses;  // (rows)
-  float* lse;       // (rows)
+  double* lse;      // (rows)
   bool* kept;       // (rows)
-  bool partial;     // whether losses are only this part's share
 };
 
 struct BwdParams {
@@ -45,7 +44,7 @@ struct BwdParams {
   int64_t dlosses_stride;
   const float* expected;  // (rows); null, or what the dlosses were when dlogits were computed before
   int64_t expected_stride;
-  const float* lse;  // (rows)
+  const double* lse;  // (rows)
   int64_t lse_stride;
   void* dlogits;  // (rows, vocab), adjacent columns; may be the logits
   int64_t dlogits_stride;

@@ -1,14 +1,18 @@
 // Cross entropy. With s = scale x, e = label_smoothing, the label y, and V classes in total,
 //
-//   lse = log sum_j exp(s_j)        loss = lse - (1 - e) s_y - e / V sum_j s_j + z,   z = lse_square_scale lse^2
+//   lse = log sum_j exp(s_j)   loss = (1 - e) (lse - s_y) + e / V sum_j (lse - s_j) + z,   z = lse_square_scale lse^2
 //   dx_j = dloss scale (exp(s_j - lse) (1 + 2 lse_square_scale lse) - (1 - e) [j = y] - e / V)
 //
-// where x are the logits of a row, and [j = y] is 1 if j is y and 0 otherwise. In the forward, a group of lanes takes a
+// where x are the logits of a row, and [j = y] is 1 if j is y and 0 otherwise. Logits may be large and close to each
+// other, so that an lse in fp32 would have lost what tells them apart: everything is a difference of logits before it
+// is scaled or summed, lse - s_j = scale (max - x_j) + log sum_i exp(scale (x_i - max)), and lse itself is in fp64.
+//
+// In the forward, a group of lanes takes a
 // row and reads it once; each lane keeps a running sum of exponentials. The backward is elementwise: a thread block
 // takes a piece of a row, or pieces of several rows if they are short, and reads and writes it once, in place if
 // wanted. If the dlosses are known in the forward, one kernel does both: a group of lanes, or the thread blocks of a
-// cluster, copy a row to shared memory and read it twice from there, which saves reading the logits again. All
-// arithmetic is in fp32. Rows that do not count (ignore_index) are not read.
+// cluster, copy a row to shared memory and read it twice from there, which saves reading the logits again. The
+// arithmetic of each column is in fp32. Rows that do not count (ignore_index) are not read.
 #pragma once
 
 #include <algorithm>
@@ -94,51 +98,61 @@ __device__ const T* row_of(const Problem& p, int64_t row) {
 // What the loss of a row is made of.
 struct RowSums {
   ExpSum exps;
-  float total = 0.f;  // the sum of the logits, for label smoothing
+  float below = 0.f;  // the sum of max - x over the columns, for label smoothing
   float own = 0.f;    // the logit of the label
 };
 
+// Returns how much larger the sum of max - x over `count` columns is with the maximum `to` than it is with `from`,
+// which is no logit where there are no columns.
+__device__ inline float raised(float count, float from, float to) { return count > 0.f ? count * (to - from) : 0.f; }
+
 // Returns the sum of exponentials over columns `begin` to `end` of a row, where accesses are aligned at `begin`. If
-// `smooth`, also puts the sum of the columns into `total`.
+// `smooth`, also puts the sum of max - x over them into `below`.
 template <typename Config, typename T = typename Config::T>
-__device__ ExpSum sum_row(const T* row, int begin, int end, float c, bool smooth, const RowGroup& group, float& total) {
+__device__ ExpSum sum_row(const T* row, int begin, int end, float c, bool smooth, const RowGroup& group, float& below) {
   constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
   const int apart = group.lanes * kWidth;
   ExpSum exps;
-  total = 0.f;
+  float count = 0.f;  // columns of this lane so far
+  below = 0.f;
   const auto add = [&](auto kCount, int column) {
     Vec<T, kWidth> vecs[kCount];
     load_step(vecs, row, column, apart, end, static_cast<T>(-INFINITY));
     float x[kCount * kWidth];
 #pragma unroll
     for (int i = 0; i < kCount * kWidth; ++i) x[i] = static_cast<float>(vecs[i / kWidth][i % kWidth]);
+    const float before = exps.max;
+    exps.raise_over(x, c);
     if (smooth) {
       const Inside<kWidth> inside(column, end);
+      below += raised(count, before, exps.max);
+      count += kCount > 1 ? kCount * kWidth : inside.count();
 #pragma unroll
-      for (int i = 0; i < kCount * kWidth; ++i) total += kCount > 1 || inside[i] ? x[i] : 0.f;
+      for (int i = 0; i < kCount * kWidth; ++i) below += kCount > 1 || inside[i] ? exps.max - x[i] : 0.f;
     }
-    exps.add(x, c);
+    exps.add_below(x, c);
   };
   walk_row<kLoads, kWidth>(begin + group.lane * kWidth, apart, end, add);
-  if (smooth) total = sum_group(total, group);
-  return sum_group(exps, c, group);
+  const ExpSum all = sum_group(exps, c, group);
+  if (smooth) below = sum_group(below + raised(count, exps.max, all.max), group);
+  return all;
 }
 
-// Writes the results of a row. The log-sum-exp is sums.exps.max logit_scale + log_sum.
-__device__ inline void put_row(const FwdParams& params, int64_t row, bool kept, const RowSums& sums, float log_sum,
-                               float lse) {
+// Writes the results of a row, whose log-sum-exp is sums.exps.max logit_scale + log_sum. The loss is the share of these
+// columns, if they are not all: (1 - e) (lse - s_y) if the label is among them, and their terms of the sum over j.
+__device__ inline void put_row(const FwdParams& params, int64_t row, bool kept, bool is_own, const RowSums& sums,
+                               float log_sum) {
   const Problem& p = params.problem;
-  const float z_loss = p.lse_square_scale == 0.f || params.partial ? 0.f : p.lse_square_scale * lse * lse;
-  // Subtract before anything is scaled: the differences are exact where the label has the largest logit.
-  const float base = params.partial ? 0.f : sums.exps.max;
-  float below = (1.f - p.label_smoothing) * (base - sums.own);
-  if (p.label_smoothing > 0.f) {
-    below += p.label_smoothing * (base - sums.total / static_cast<float>(p.total_classes));
+  const float max = sums.exps.max;
+  const double lse = static_cast<double>(max) * p.logit_scale + log_sum;
+  const float z_loss = p.lse_square_scale == 0.f ? 0.f : p.lse_square_scale * static_cast<float>(lse * lse);
+  float loss = is_own ? (1.f - p.label_smoothing) * ((max - sums.own) * p.logit_scale + log_sum) : 0.f;
+  if (p.label_smoothing > 0.f && p.vocab > 0) {
+    loss += smooth_weight(p) * (sums.below * p.logit_scale + static_cast<float>(p.vocab) * log_sum);
   }
-  const float loss = below * p.logit_scale + (params.partial ? 0.f : log_sum + z_loss);
-  params.losses[row] = kept ? loss : 0.f;
+  params.losses[row] = kept ? loss + z_loss : 0.f;
   params.z_losses[row] = kept ? z_loss : 0.f;
-  params.lse[row] = kept ? lse : 0.f;
+  params.lse[row] = kept ? lse : 0.;
   params.kept[row] = kept;
 }
 
@@ -155,20 +169,26 @@ __global__ __launch_bounds__(Config::kThreads,
   const T* row = row_of<T>(p, r);
   RowSums sums{.own = is_own ? static_cast<float>(row[column]) : 0.f};
   sums.exps = sum_row<Config>(row, first_aligned<Config::kWidth>(row), reads ? p.vocab : 0, p.logit_scale * kLog2E,
-                              p.label_smoothing > 0.f, group, sums.total);
-  if (!reads) sums.exps.max = 0.f;
+                              p.label_smoothing > 0.f, group, sums.below);
   if (group.lane != 0 || group.row >= p.rows) return;
-  const bool knows = kept && params.known_lse != nullptr;
-  const float log_sum = knows ? params.known_lse[r * params.known_lse_stride] : logf(sums.exps.sum);
-  put_row(params, r, kept, sums, log_sum, sums.exps.max * p.logit_scale + log_sum);
+  float log_sum = logf(sums.exps.sum);
+  if (params.known_lse != nullptr) {  // the label takes the place of the largest logit, which is not known
+    sums.exps.max = sums.own;
+    log_sum = static_cast<float>(params.known_lse[r * params.known_lse_stride] -
+                                 static_cast<double>(sums.own) * p.logit_scale);
+  }
+  put_row(params, r, kept, is_own, sums, log_sum);
 }
 
-// Computes the gradient of logits: scale times the exponential, minus one of two numbers.
+// Computes the gradient of logits: scale times the exponential, minus one of two numbers. The log-sum-exp of the row is
+// logit_scale centre + rest. Both are in fp32, and lose nothing as the centre is near the logits that matter.
 struct Gradient {
-  float logit_scale, lse;
+  float centre, c, rest;  // the last two times log2(e)
   float scale, at_others, at_label;
 
-  __device__ Gradient(const Problem& p, float dloss, float lse) : logit_scale(p.logit_scale), lse(lse) {
+  __device__ Gradient(const Problem& p, float dloss, float centre, float rest)
+      : centre(centre), c(p.logit_scale * kLog2E), rest(rest * kLog2E) {
+    const float lse = centre * p.logit_scale + rest;
     const float z_factor = p.lse_square_scale == 0.f ? 1.f : 1.f + 2.f * p.lse_square_scale * lse;
     const float smooth = smooth_weight(p), factor = dloss * p.logit_scale;
     scale = factor * z_factor;
@@ -177,10 +197,15 @@ struct Gradient {
   }
 
   __device__ float operator()(float x, float subtracted) const {
-    // Round the product as in the forward, so that a row with a single finite logit gets a difference of exactly 0.
-    return scale * ptx::exp2((__fmul_rn(x, logit_scale) - lse) * kLog2E) - subtracted;
+    return scale * ptx::exp2((x - centre) * c - rest) - subtracted;
   }
 };
+
+// Returns the gradient of a row with this log-sum-exp.
+__device__ inline Gradient gradient_of(const Problem& p, float dloss, double lse) {
+  const float centre = static_cast<float>(lse) / p.logit_scale;
+  return {p, dloss, centre, static_cast<float>(lse - static_cast<double>(centre) * p.logit_scale)};
+}
 
 // Stores a thread's part of the gradient of a row, from `first` to `end`; zeros, without reading the row, if it does
 // not count. The label is in column `own`, or nowhere if that is -1. Its gradient is stored last, by the thread that
@@ -226,7 +251,7 @@ __global__ __launch_bounds__(Config::kThreads,
   const float dloss = params.dlosses[r * params.dlosses_stride];
   if (params.expected != nullptr && dloss == params.expected[r * params.expected_stride]) return;
   const int64_t label = label_of(p, r);
-  const Gradient gradient(p, dloss, params.lse[r * params.lse_stride]);
+  const Gradient gradient = gradient_of(p, dloss, params.lse[r * params.lse_stride]);
   T* out = static_cast<T*>(params.dlogits) + r * params.dlogits_stride;
   const int begin = first_aligned<Config::kLine>(out) + part * params.piece_columns;
   put_gradient<Config>(out, row_of<T>(p, r), begin + threadIdx.x * kWidth, blockDim.x * kWidth,
@@ -253,16 +278,17 @@ class Parts {
 #endif
   }
 
-  // Returns the sums over the row, given those of this block, of which `own` is 0 where another has the label. Called
-  // once. A block may end afterwards: it has got what the others send.
-  __device__ RowSums add_up(const RowSums& mine, float c) const {
+  // Returns the sums over the row, given those of this block, of which `own` is 0 where another has the label, and how
+  // many columns each block has. Called once. A block may end afterwards: it has got what the others send.
+  template <typename Columns>
+  __device__ RowSums add_up(const RowSums& mine, float c, Columns&& columns_of) const {
 #if __CUDA_ARCH__ >= 900
     if (parts_ == 1) return mine;
     ptx::wait_for_cluster();  // all blocks run, and their barriers are initialised
     if (threadIdx.x == 0) shared_.arrived.arrive_expect_tx(parts_ * static_cast<int>(sizeof(float4)));
     if (threadIdx.x < parts_) {
       ptx::store_async_in(ptx::address_in(threadIdx.x, &shared_.sums[ptx::cluster_rank()]),
-                          make_float4(mine.exps.max, mine.exps.sum, mine.total, mine.own),
+                          make_float4(mine.exps.max, mine.exps.sum, mine.below, mine.own),
                           ptx::address_in(threadIdx.x, &shared_.arrived));
     }
     ptx::wait_for_stores(shared_.arrived, 0);
@@ -273,7 +299,7 @@ class Parts {
     for (int i = 0; i < parts_; ++i) {
       const float4 part = shared_.sums[i];
       all.exps.sum += part.y * ptx::exp2((part.x - all.exps.max) * c);
-      all.total += part.z;
+      all.below += part.z + raised(static_cast<float>(columns_of(i)), part.x, all.exps.max);
       all.own += part.w;
     }
     return all;
@@ -306,7 +332,8 @@ __global__ __launch_bounds__(Config::kThreads,
   const bool kept = is_kept(p, label), reads = kept && exists;
   const float dloss = params.dlosses[r * params.dlosses_stride];
   const T* row = row_of<T>(p, r);
-  const int begin = first_aligned<Config::kLine>(row) + part * params.share, end = min(p.vocab, begin + params.share);
+  const int line = first_aligned<Config::kLine>(row);  // where the columns of the first part begin
+  const int begin = line + part * params.share, end = min(p.vocab, begin + params.share);
   const int first = begin + group.lane * kWidth, apart = group.lanes * kWidth;
 
   // Aligned no further than for the copies: padding of the static shared memory would leave no room for a third block.
@@ -323,14 +350,15 @@ __global__ __launch_bounds__(Config::kThreads,
   ptx::wait_copies<0>();
 
   const float c = p.logit_scale * kLog2E;
-  mine.exps = sum_row<Config>(copy, begin, reads ? end : 0, c, p.label_smoothing > 0.f, group, mine.total);
-  const RowSums sums = parts.add_up(mine, c);
-  const float log_sum = logf(sums.exps.sum), lse = sums.exps.max * p.logit_scale + log_sum;
-  if (exists && group.lane == 0 && part == 0) put_row(params.fwd, r, kept, sums, log_sum, lse);
+  mine.exps = sum_row<Config>(copy, begin, reads ? end : 0, c, p.label_smoothing > 0.f, group, mine.below);
+  const RowSums sums = parts.add_up(
+      mine, c, [&](int i) { return min(p.vocab, line + (i + 1) * params.share) - max(line + i * params.share, 0); });
+  const float log_sum = logf(sums.exps.sum);
+  if (exists && group.lane == 0 && part == 0) put_row(params.fwd, r, kept, kept && column >= 0, sums, log_sum);
   __syncwarp();  // the lanes of a short row: one of them has read the logit of the label before another overwrites it
   if (!exists) return;
   T* out = static_cast<T*>(params.dlogits) + r * params.dlogits_stride;
-  put_gradient<Config>(out, copy, first, apart, end, column, kept, Gradient(p, dloss, lse));
+  put_gradient<Config>(out, copy, first, apart, end, column, kept, Gradient(p, dloss, sums.exps.max, log_sum));
 }
 
 template <typename Config>

@@ -4,17 +4,18 @@
     rotary_(x, ...)                 in place
     rotary_into(x, out, ...)        into a tensor like x, with any strides, that shares no memory with x
 
-x               (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; fp32, fp16 or bf16, any
-                strides; kernels take fewer than 2^30 heads of all tokens
-cos, sin        (positions, rotary_dim / 2), fp32, fp16 or bf16
+x               (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; fp32, fp16, bf16 or
+                fp64, any strides; kernels have no fp64, and take fewer than 2^30 heads of all tokens
+cos, sin        (positions, rotary_dim / 2), of the same dtypes; fp64 only with an x in fp64
 seqlen_offsets  (batch,) int32 or int64, or None; added to seqlen_offset, it gives the position of a sequence's first
                 token
 cu_seqlens      (batch + 1,) int32, or None: where each sequence starts in x
 interleaved     pairs are (2i, 2i + 1) if true, (i, i + rotary_dim / 2) if not
 conjugate       turn back: the inverse, and the gradient
 
-(a, b) -> (a cos - b sin, a sin + b cos), in fp32. Three things keep their values: tokens outside all sequences, tokens
-at positions without a row in the tables, and channels past rotary_dim. Differentiable in x only.
+(a, b) -> (a cos - b sin, a sin + b cos), in fp32, or in fp64 for an x in fp64. Three things keep their values: tokens
+outside all sequences, tokens at positions without a row in the tables, and channels past rotary_dim. Differentiable in
+x only.
 """
 
 import torch
@@ -24,8 +25,8 @@ from flash_attn import _library
 from flash_attn._ops import autograd, checks, sharding, triton
 from flash_attn._reference import rotary as reference
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TABLE_DTYPES = (*DTYPES, torch.float64)
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 
 class _Rotary(torch.autograd.Function):
@@ -54,6 +55,7 @@ rotary = _library.define(
     fake=lambda x, *_: torch.empty_like(x),
     autograd=_Rotary,
     differentiable=1,
+    kernel_dtypes=KERNEL_DTYPES,
     composite=autograd.in_plain_torch(reference.rotary),
     triton=triton.launch("rotary", "rotary"),
     sharding=sharding.rotary,
@@ -62,6 +64,7 @@ rotary_ = _library.define(
     f"rotary_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
     reference=reference.rotary_,
     fake=lambda *_: None,
+    kernel_dtypes=KERNEL_DTYPES,
     triton=triton.launch("rotary", "rotary_"),
     sharding=sharding.rotary_,
 )
@@ -69,6 +72,7 @@ rotary_into = _library.define(
     f"rotary_into(Tensor x, Tensor(a!) out, {_ARGUMENTS}) -> ()",
     reference=reference.rotary_into,
     fake=lambda *_: None,
+    kernel_dtypes=KERNEL_DTYPES,
     triton=triton.launch("rotary", "rotary_into"),
     sharding=sharding.rotary_into,
 )
@@ -112,7 +116,7 @@ def arguments(
         checks.number("seqlen_offsets", first, first >= 0, "at least 0")
     if seqlen is not None and first + seqlen > positions:
         raise ValueError(f"{names[1]} must have a row for each of {first + seqlen} positions, found {positions} rows")
-    if cos.dtype == torch.float64:
+    if cos.dtype == torch.float64 and x.dtype != torch.float64:
         cos, sin = cos.float(), sin.float()
     return x, cos, sin, offsets, first, cu_seqlens
 
@@ -131,7 +135,7 @@ def has_own_memory(x: torch.Tensor) -> bool:
 
 def _check_tables(cos_name, cos, sin_name, sin, head_dim, device):
     """Check the tables and return how many positions they have."""
-    checks.tensor(cos_name, cos, dtypes=TABLE_DTYPES, device=device)
+    checks.tensor(cos_name, cos, dtypes=DTYPES, device=device)
     checks.ndim(cos_name, cos, "(positions, rotary_dim / 2)")
     checks.tensor(sin_name, sin, dtypes=(cos.dtype,), shape=cos.shape, device=device)
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():

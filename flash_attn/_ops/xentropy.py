@@ -1,7 +1,6 @@
 """Cross entropy of logits and labels. The ops, of which those with a trailing _ write to an argument:
 
-    xentropy_fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start,
-                 total_classes, partial) -> (losses, z_losses, lse, kept)
+    xentropy_fwd(logits, labels, lse, options) -> (losses, z_losses, lse, kept)
     xentropy_bwd, xentropy_bwd_(dlosses, logits, labels, lse, options) -> dlogits, which bwd_ writes over the logits
     xentropy_fwd_bwd, xentropy_fwd_bwd_(dlosses, logits, labels, options) -> (losses, z_losses, lse, kept, dlogits)
     xentropy_redo_(dlogits, dlosses, expected, logits, labels, lse, options)
@@ -9,18 +8,19 @@
 
 logits            (rows, vocab), fp32, fp16 or bf16: columns class_start .. class_start + vocab of total_classes
 labels            (rows,) int32 or int64: a class of all total_classes
-lse               (rows,) fp32 or None: the log-sum-exp of the rows, if it is known; not with a logit_scale or smoothing
-options           those from label_smoothing to total_classes
+lse               (rows,) fp64 or None: the log-sum-exp of the rows, if it is known; not with a logit_scale or smoothing
+options           label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes
 ignore_index      rows with this label, or with one that is no class, do not count. None: every row counts
-partial           the columns are a part of the classes: losses holds -target of this part, and z_losses zeros
 
-With s = logit_scale * logits and the label y, in fp32, for rows that count (the others give zeros):
+With s = logit_scale * logits and the label y, for rows that count (the others give zeros), and sums over these columns:
 
-    lse = log sum_j exp(s_j)        target = (1 - label_smoothing) s_y + label_smoothing / total_classes sum_j s_j
-    z_losses = lse_square_scale lse^2        losses = lse - target + z_losses        kept: whether a row counts
+    lse = log sum_j exp(s_j)        z_losses = lse_square_scale lse^2        kept: whether a row counts
+    losses = (1 - label_smoothing) (lse - s_y) + label_smoothing / total_classes sum_j (lse - s_j) + z_losses
 
-If the label is not among these columns, the term with s_y is 0. The gradient has the dtype of the logits, and takes
-the lse of all parts:
+If the label is not among these columns, the term with s_y is missing: where they are a part of the classes, losses are
+this part's share, with an lse of its own. An lse of 30000 in fp32 would be off by up to 1e-3, and with it softmax and
+losses: so it has fp64, and all else is computed in fp32 from differences of logits. The gradient has the dtype of the
+logits, and takes the lse of all parts:
 
     dlogits_j = dlosses logit_scale (exp(s_j - lse) (1 + 2 lse_square_scale lse)
                                      - (1 - label_smoothing) [j = y] - label_smoothing / total_classes)
@@ -63,7 +63,7 @@ def cross_entropy(
     """
     label_smoothing = check(logits, labels, label_smoothing)
     if precomputed_lse is not None:
-        check_row_values("precomputed_lse", precomputed_lse, logits)
+        check_row_values("precomputed_lse", precomputed_lse, logits, (torch.float32, torch.float64))
     logit_scale, lse_square_scale, ignore_index = check_options(logit_scale, lse_square_scale, ignore_index)
     checks.flags(inplace_backward=inplace_backward)
     if gradient_in_forward is not None:
@@ -77,9 +77,9 @@ def cross_entropy(
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         logits = logits.contiguous()
     lse_serves = logit_scale == 1 and label_smoothing == 0
+    known_lse = precomputed_lse.double() if precomputed_lse is not None and lse_serves else None
     rest = (
-        labels, precomputed_lse if lse_serves else None, label_smoothing, logit_scale, lse_square_scale, ignore_index,
-        class_start, classes, parts > 1,
+        labels, known_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, classes
     )  # fmt: skip
     group = process_group if parts > 1 else None
     check_transform(group, logits)
@@ -92,9 +92,9 @@ def cross_entropy(
         checks.own_memory(logits=logits)
     if gradient_in_forward is None and eager:
         gradient_in_forward = reduction != "none" and not in_place and _gains_at_once(logits)
-    at_once = gradient_in_forward and eager and group is None and rest[1] is None
+    at_once = gradient_in_forward and eager and group is None and known_lse is None
     if at_once and _serves_at_once(logits, in_place):
-        labels, _, *options, _ = rest
+        _, _, *options = rest
         count = _count(labels, classes, ignore_index) if reduction == "mean" else None
         dloss = (expectation or Expectation()).dloss(labels)
         expected = dloss.clone() if count is None else dloss / count  # not what a backward will write to
@@ -202,9 +202,9 @@ def check_classes(labels, classes, ignore_index=-100, name="labels"):
         checks.number(name, found, False, f"{ignore_index} or from 0 to {{}}", classes - 1)
 
 
-def check_row_values(name, value, logits):
-    """Check that `value` has a float32 number for each row of the logits."""
-    checks.tensor(name, value, dtypes=(torch.float32,), shape=logits.shape[:1], device=logits.device)
+def check_row_values(name, value, logits, dtypes=(torch.float32,)):
+    """Check that `value` has a number of one of these dtypes for each row of the logits."""
+    checks.tensor(name, value, dtypes=dtypes, shape=logits.shape[:1], device=logits.device)
 
 
 def check_transform(group, *tensors):
@@ -223,15 +223,22 @@ def without_others(x, labels, ignore_index, classes):
 
 def forward(logits, rest, group):
     """Returns the results of `fwd` for all classes; each process of the group has one part of them."""
-    losses, z_losses, lse, kept = fwd(logits, *rest)
     if group is None:
-        return losses, z_losses, lse, kept
+        return fwd(logits, *rest)
+    labels, lse, label_smoothing, logit_scale, lse_square_scale, *others, class_start, total_classes = rest
+    losses, _, lse, kept = fwd(
+        logits, labels, lse, label_smoothing, logit_scale, 0.0, *others, class_start, total_classes
+    )
     of_parts, _ = collectives.gather_rows(lse, group)
+    of_all = of_parts.view(collectives.size(group), len(lse)).logsumexp(dim=0)
+    # The share of this part, which has its own lse so far, gets that of all.
+    vocab = logits.shape[1]
+    is_own = (labels >= class_start) & (labels < class_start + vocab)
+    weight = (1 - label_smoothing) * is_own.double() + label_smoothing * vocab / max(total_classes, 1)
+    losses = losses + torch.where(weight > 0, weight * (of_all - lse), 0).float()
     losses, _ = collectives.reduce(losses, group)
-    lse = of_parts.view(-1, len(lse)).logsumexp(dim=0)
-    lse_square_scale = rest[4]
-    z_losses = lse_square_scale * lse**2 if lse_square_scale else torch.zeros_like(lse)
-    losses, z_losses = (torch.where(kept, x, 0) for x in (losses + lse + z_losses, z_losses))
+    z_losses = lse_square_scale * of_all.square().float() if lse_square_scale else torch.zeros_like(losses)
+    losses, z_losses, lse = (torch.where(kept, x, 0) for x in (losses + z_losses, z_losses, of_all))
     return losses, z_losses, lse, kept
 
 
@@ -239,7 +246,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, rest, group=None, inplace_backward=False):
         losses, z_losses, lse, kept = forward(logits, rest, group)
-        labels, _, *ctx.options, _ = rest
+        labels, _, *ctx.options = rest
         ctx.group, ctx.inplace_backward = group, inplace_backward
         ctx.save_for_backward(logits, labels, lse)
         ctx.mark_non_differentiable(z_losses, lse, kept)
@@ -277,7 +284,7 @@ def _fwd_composite(logits, labels, lse, *options):
 @autograd.in_plain_torch
 def _bwd_composite(dlosses, logits, labels, *options):
     """The same as `bwd`. The lse is computed here, since it depends on the logits."""
-    _, _, lse, _ = reference.fwd(logits, labels, None, *options, False)
+    _, _, lse, _ = reference.fwd(logits, labels, None, *options)
     return reference.bwd(dlosses, logits, labels, lse, *options)
 
 
@@ -330,7 +337,8 @@ class _BothAtOnce(torch.autograd.Function):
 
 def _fwd_fake(logits, labels, *_):
     losses = logits.new_empty(labels.shape, dtype=torch.float32)
-    return losses, torch.empty_like(losses), torch.empty_like(losses), torch.empty_like(losses, dtype=torch.bool)
+    lse, kept = (torch.empty_like(losses, dtype=dtype) for dtype in (torch.float64, torch.bool))
+    return losses, torch.empty_like(losses), lse, kept
 
 
 def _bwd_fake(dlosses, logits, *_):
@@ -343,7 +351,7 @@ _OPTIONS = (
 )
 
 fwd = _library.define(
-    f"xentropy_fwd(Tensor logits, Tensor labels, Tensor? lse, {_OPTIONS}, bool partial)"
+    f"xentropy_fwd(Tensor logits, Tensor labels, Tensor? lse, {_OPTIONS})"
     " -> (Tensor losses, Tensor z_losses, Tensor lse, Tensor kept)",
     reference=reference.fwd,
     fake=_fwd_fake,

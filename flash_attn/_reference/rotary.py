@@ -1,4 +1,4 @@
-"""Rotary embedding in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.rotary`."""
+"""Rotary embedding in plain torch, with fp32 maths, or fp64 for fp64. Arguments as in `flash_attn._ops.rotary`."""
 
 import torch
 from torch.nn import functional
@@ -11,10 +11,11 @@ def rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, 
     position, inside = _positions(x, seqlen_offsets, seqlen_offset, cu_seqlens)
     rotated = (inside & (position >= 0) & (position < len(cos)))[..., None, None]
     row = position.clamp(0, len(cos) - 1)
-    c, s = cos.float()[row][..., None, :], sin.float()[row][..., None, :]  # the same for all heads
+    wide = torch.promote_types(x.dtype, torch.float32)
+    c, s = cos.to(wide)[row][..., None, :], sin.to(wide)[row][..., None, :]  # the same for all heads
     s = -s if conjugate else s
     turning, rest = x.tensor_split((2 * cos.shape[1],), -1)
-    low, high = (half.float() for half in _pairs(turning, interleaved))
+    low, high = (half.to(wide) for half in _pairs(turning, interleaved))
     turned = torch.where(rotated, low * c - high * s, low), torch.where(rotated, low * s + high * c, high)
     turned = [half.to(x.dtype) for half in turned]
     if interleaved:

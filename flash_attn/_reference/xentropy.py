@@ -3,24 +3,25 @@
 import torch
 
 
-def fwd(
-    logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
-    partial,
-):  # fmt: skip
+def fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes):
     """Returns (losses, z_losses, lse, kept)."""
     kept = is_kept(labels, ignore_index, total_classes)
-    scores = _scores(logits, kept, logit_scale)
-    lse = scores.logsumexp(dim=-1) if lse is None else lse
-    own, column = _own_column(labels, class_start, logits.shape[1])
-    of_label = torch.where(own, scores.gather(1, column), 0).sum(1)
-    lse = torch.where(kept, lse, 0)
-    base = torch.zeros_like(lse) if partial else lse
-    # The difference is taken before the factor, because it is exact where the label has nearly all of the probability.
-    losses = (1 - label_smoothing) * (base - of_label)
-    if label_smoothing > 0:
-        losses += label_smoothing * (base - scores.sum(dim=-1) / max(total_classes, 1))
-    z_losses = lse_square_scale * base**2 if lse_square_scale else torch.zeros_like(lse)
-    return losses + z_losses, z_losses, lse, kept
+    rows, vocab = _rows(logits, kept), logits.shape[1]
+    # A constant for autograd: the results do not depend on it. It is finite, so that differences are numbers.
+    largest = rows.detach().amax(1).clamp(min=torch.finfo(rows.dtype).min) if vocab else rows.new_zeros(len(rows))
+    below = (largest[:, None] - rows) * logit_scale
+    if lse is None:
+        log_sum = below.neg().exp().sum(1).log()
+        lse = largest.double() * logit_scale + log_sum
+    else:
+        log_sum = (lse - largest.double() * logit_scale).float()
+    own, column = _own_column(labels, class_start, vocab)
+    losses = (1 - label_smoothing) * torch.where(own, below.gather(1, column) + log_sum[:, None], 0).sum(1)
+    if label_smoothing > 0 and vocab > 0:
+        losses = losses + label_smoothing / total_classes * (below.sum(1) + vocab * log_sum)
+    z_losses = lse_square_scale * lse.square().float() if lse_square_scale else torch.zeros_like(losses)
+    losses, z_losses, lse = (torch.where(kept, x, 0) for x in (losses + z_losses, z_losses, lse))
+    return losses, z_losses, lse, kept
 
 
 def bwd(
@@ -30,7 +31,11 @@ def bwd(
     """Returns dlogits."""
     kept = is_kept(labels, ignore_index, total_classes)
     dlosses, lse = (torch.where(kept, x, 0) for x in (dlosses, lse))
-    gradient = torch.exp(_scores(logits, kept, logit_scale) - lse[:, None]) * (1 + 2 * lse_square_scale * lse)[:, None]
+    # The lse is logit_scale * centre + rest, of which float32 loses nothing: the centre is near the large logits.
+    centre = (lse.detach() / logit_scale).float()
+    rest = (lse - centre.double() * logit_scale).float()
+    gradient = torch.exp((_rows(logits, kept) - centre[:, None]) * logit_scale - rest[:, None])
+    gradient = gradient * (1 + 2 * lse_square_scale * lse.float())[:, None]
     own, column = _own_column(labels, class_start, logits.shape[1])
     gradient.scatter_add_(1, column, (label_smoothing - 1) * own.float())
     gradient -= label_smoothing / max(total_classes, 1)
@@ -45,7 +50,7 @@ def bwd_(dlosses, logits, *args):
 
 def fwd_bwd(dlosses, logits, labels, *options):
     """Returns (losses, z_losses, lse, kept, dlogits)."""
-    losses, z_losses, lse, kept = fwd(logits, labels, None, *options, False)
+    losses, z_losses, lse, kept = fwd(logits, labels, None, *options)
     return losses, z_losses, lse, kept, bwd(dlosses, logits, labels, lse, *options)
 
 
@@ -75,9 +80,9 @@ def is_kept(labels, ignore_index, total_classes):
     return (labels != ignore_index) & (labels >= 0) & (labels < total_classes)
 
 
-def _scores(logits, kept, logit_scale):
-    """Returns the scaled logits in fp32: zeros in rows that do not count, whose NaN must not reach a derivative."""
-    return torch.where(kept[:, None], logits.float() * logit_scale, 0)
+def _rows(logits, kept):
+    """Returns the logits in fp32: zeros in rows that do not count, whose NaN must not reach a derivative."""
+    return torch.where(kept[:, None], logits.float(), 0)
 
 
 def _own_column(labels, class_start, vocab):

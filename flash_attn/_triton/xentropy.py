@@ -5,22 +5,21 @@ import triton
 import triton.language as tl
 
 
-def fwd(
-    logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
-    partial,
-):  # fmt: skip
+def fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes):
     """Returns (losses, z_losses, lse, kept). A program takes a row and reads it once."""
     logits = _with_adjacent_columns(logits)
     rows, vocab = logits.shape
-    losses, z_losses, new_lse = logits.new_empty(3, rows, dtype=torch.float32).unbind()
+    losses, z_losses = logits.new_empty(2, rows, dtype=torch.float32).unbind()
+    new_lse = torch.empty_like(losses, dtype=torch.float64)
     kept = torch.empty_like(losses, dtype=torch.bool)
     if rows > 0:
         cross_entropy_fwd_kernel[(rows,)](
             losses, z_losses, new_lse, kept, logits, labels, lse,
             logits.stride(0), labels.stride(0), 0 if lse is None else lse.stride(0), vocab,
-            label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
-            KNOWN_LSE=lse is not None, IGNORES=ignore_index is not None, SMOOTH=label_smoothing > 0,
-            Z_LOSS=lse_square_scale != 0, PARTIAL=partial, BLOCK=_block(vocab, 8192), num_warps=8,
+            label_smoothing, label_smoothing / max(total_classes, 1), logit_scale, lse_square_scale,
+            ignore_index, class_start, total_classes,
+            KNOWN_LSE=lse is not None, IGNORES=ignore_index is not None, SMOOTH=label_smoothing > 0 and vocab > 0,
+            Z_LOSS=lse_square_scale != 0, BLOCK=_block(vocab, 8192), num_warps=8,
         )  # fmt: skip
     return losses, z_losses, new_lse, kept
 
@@ -42,13 +41,13 @@ def bwd_(dlosses, logits, *args):
 
 def fwd_bwd(dlosses, logits, labels, *options):
     """Returns (losses, z_losses, lse, kept, dlogits), with one kernel after the other."""
-    losses, z_losses, lse, kept = fwd(logits, labels, None, *options, False)
+    losses, z_losses, lse, kept = fwd(logits, labels, None, *options)
     return losses, z_losses, lse, kept, bwd(dlosses, logits, labels, lse, *options)
 
 
 def fwd_bwd_(dlosses, logits, labels, *options):
     """Replace logits by dlogits; returns (losses, z_losses, lse, kept)."""
-    losses, z_losses, lse, kept = fwd(logits, labels, None, *options, False)
+    losses, z_losses, lse, kept = fwd(logits, labels, None, *options)
     bwd_(dlosses, logits, labels, lse, *options)
     return losses, z_losses, lse, kept
 
@@ -80,34 +79,34 @@ def _differentiate(
 def cross_entropy_fwd_kernel(
     losses, z_losses, new_lse, kept, logits, labels, known_lse,
     logits_stride, labels_stride, known_lse_stride, vocab,
-    label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
-    KNOWN_LSE: tl.constexpr, IGNORES: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, PARTIAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    label_smoothing, smooth_weight, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
+    KNOWN_LSE: tl.constexpr, IGNORES: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     label = tl.load(labels + row * labels_stride).to(tl.int64)
     keep = _is_kept(label, ignore_index, total_classes, IGNORES)
-    loss, z_loss, lse = 0.0, 0.0, 0.0
+    loss, z_loss = 0.0, 0.0
+    lse = tl.zeros((), tl.float64)
     if keep:
         own = label - class_start
-        of_label = tl.load(logits + own, mask=(own >= 0) & (own < vocab), other=0).to(tl.float32) * logit_scale
-        total = 0.0
-        if KNOWN_LSE:
-            largest = 0.0
-            log_sum = tl.load(known_lse + row * known_lse_stride)
+        is_own = (own >= 0) & (own < vocab)
+        of_label = tl.load(logits + own, mask=is_own, other=0).to(tl.float32)
+        if KNOWN_LSE:  # the label takes the place of the largest logit, which is not known
+            lse = tl.load(known_lse + row * known_lse_stride)
+            largest, below = of_label, 0.0
+            log_sum = (lse - largest.to(tl.float64) * logit_scale).to(tl.float32)
         else:
-            largest, exp_sum, total = _sum_row(logits, vocab, logit_scale, SMOOTH, BLOCK)
+            largest, exp_sum, below = _sum_row(logits, vocab, logit_scale, SMOOTH, BLOCK)
             log_sum = tl.log(exp_sum)
-        lse = largest + log_sum
-        if PARTIAL:
-            largest, log_sum = 0.0, 0.0
-        elif Z_LOSS:
-            z_loss = lse_square_scale * lse * lse
-        loss = largest - of_label  # exact where the label has the largest logit
+            lse = largest.to(tl.float64) * logit_scale + log_sum
+        if is_own:
+            loss = (1 - label_smoothing) * ((largest - of_label) * logit_scale + log_sum)
         if SMOOTH:
-            loss = (1 - label_smoothing) * loss + label_smoothing * (largest - total / total_classes)
-        loss += log_sum + z_loss
+            loss += smooth_weight * (below * logit_scale + vocab * log_sum)
+        if Z_LOSS:
+            z_loss = lse_square_scale * (lse * lse).to(tl.float32)
+            loss += z_loss
     tl.store(losses + row, loss)
     tl.store(z_losses + row, z_loss)
     tl.store(new_lse + row, lse)
@@ -131,10 +130,13 @@ def cross_entropy_bwd_kernel(
     gradient = tl.zeros((BLOCK,), tl.float32)
     if _is_kept(label, ignore_index, total_classes, IGNORES):
         row_lse = tl.load(lse + row * lse_stride)
-        scores = tl.load(logits + row * logits_stride + column, mask=inside, other=0).to(tl.float32) * logit_scale
-        gradient = tl.exp(scores - row_lse)
+        # The lse is logit_scale * centre + rest, of which float32 loses nothing: the centre is near the large logits.
+        centre = row_lse.to(tl.float32) / logit_scale
+        rest = (row_lse - centre.to(tl.float64) * logit_scale).to(tl.float32)
+        logit = tl.load(logits + row * logits_stride + column, mask=inside, other=0).to(tl.float32)
+        gradient = tl.exp((logit - centre) * logit_scale - rest)
         if Z_LOSS:
-            gradient *= 1 + 2 * lse_square_scale * row_lse
+            gradient *= 1 + 2 * lse_square_scale * row_lse.to(tl.float32)
         gradient -= smooth_weight + tl.where(column == label - class_start, 1 - label_smoothing, 0.0)
         gradient *= dloss * logit_scale
     tl.store(dlogits + row * dlogits_stride + column, gradient.to(dlogits.dtype.element_ty), mask=inside)
@@ -150,18 +152,19 @@ def _is_kept(label, ignore_index, total_classes, IGNORES: tl.constexpr):
 
 @triton.jit
 def _sum_row(logits, vocab, logit_scale, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the largest score of a row, the sum of exp(score - largest), and the sum of the scores if SMOOTH."""
-    largest, exp_sum, total = -3.402823e38, 0.0, 0.0  # finite, so that differences of maxima are numbers
+    """Returns the largest logit of a row, sum exp(logit_scale (logit - largest)), and sum largest - logit if SMOOTH."""
+    largest, exp_sum, below = -3.402823e38, 0.0, 0.0  # finite, so that differences of maxima are numbers
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-        scores = logit * logit_scale
-        new_largest = tl.maximum(largest, tl.max(scores))
-        exp_sum = exp_sum * tl.exp(largest - new_largest) + tl.sum(tl.exp(scores - new_largest))
-        largest = new_largest
+        new_largest = tl.maximum(largest, tl.max(logit))
+        exp_sum *= tl.exp((largest - new_largest) * logit_scale)
+        exp_sum += tl.sum(tl.exp((logit - new_largest) * logit_scale))
         if SMOOTH:
-            total += tl.sum(tl.where(column < vocab, scores, 0.0))
-    return largest, exp_sum, total
+            below += tl.where(start > 0, start * (new_largest - largest), 0.0)
+            below += tl.sum(tl.where(column < vocab, new_largest - logit, 0.0))
+        largest = new_largest
+    return largest, exp_sum, below
 
 
 def _block(vocab, most):

@@ -71,10 +71,10 @@ def apply_rotary_emb(
     """Rotate x, differentiably in x.
 
     Arguments:
-        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; float32, float16 or bfloat16,
-            any strides.
+        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; any floating-point dtype and
+            strides.
         cos, sin: (positions, rotary_dim / 2), rotary_dim <= head_dim; any floating-point dtype. The maths is in
-            float32 whatever the dtypes.
+            float32 whatever the dtypes, but in float64, and in plain torch, for an x in float64.
         interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2), the default here; that of
             `flash_attn_with_kvcache` is the other.
         inplace: write into x, even if it is a leaf that requires grad. Use the returned tensor afterwards: if x is a
@@ -181,15 +181,16 @@ class RotaryEmbedding(torch.nn.Module):
         scale_base: if not None, queries and keys are also scaled, reciprocally, so that their products decay with
             distance (Sun et al., xPos, arXiv:2212.10554); 512 is the paper's value.
         device: where the buffers are kept.
-        pos_idx_in_fp32: accepted for callers that pass it, and kept as an attribute. Positions are float32 in either
-            case: with False, older versions computed the angles in the dtype of the model, where bfloat16 rounds
+        pos_idx_in_fp32: accepted for callers that pass it, and kept as an attribute. Positions have at least float32 in
+            either case: with False, older versions computed the angles in the dtype of the model, where bfloat16 rounds
             positions past 256.
 
     The module has no parameters and adds nothing to a state dict. The tables are kept in the dtype of the input. They
-    are computed from the float32 buffers inv_freq (dim / 2,) and scale (dim / 2,) or None. A buffer that is replaced by
-    a float32 or float64 tensor, or changed in place, counts from the next call on, but a change through `.data` is not
-    seen. A cast of the module leaves the buffers in float32. A module made on the meta device must be moved before its
-    buffers are replaced: until then, their values are computed anew.
+    are computed, in float32, or in float64 for an input in float64, from the float32 buffers inv_freq (dim / 2,) and
+    scale (dim / 2,) or None. A buffer that is replaced by a float32 or float64 tensor, or changed in place, counts from
+    the next call on, but a change through `.data` is not seen. A cast of the module leaves the buffers in float32. A
+    module made on the meta device must be moved before its buffers are replaced: until then, their values are computed
+    anew.
 
     A subclass may override `_compute_inv_freq(device)` and `_compute_scale(device)`, which give the values of the
     buffers, and `_update_cos_sin_cache`, which makes the tables.
@@ -407,7 +408,7 @@ class RotaryEmbedding(torch.nn.Module):
         return rows >= seqlen
 
     def _computed_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-        position = torch.arange(seqlen, device=device, dtype=torch.float32)
+        position = torch.arange(seqlen, device=device, dtype=torch.promote_types(dtype, torch.float32))
         # A product, not an einsum, which autocast would compute in 16 bits.
         angles = position[:, None] * self._frequencies(seqlen, position.device)
         cos, sin = angles.cos(), angles.sin()

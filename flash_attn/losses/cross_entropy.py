@@ -17,7 +17,8 @@ class CrossEntropyLoss(torch.nn.Module):
 
     Arguments:
         ignore_index: the label of rows that do not count. Rows whose label is no class do not count either.
-        reduction: "mean" over the rows that count (NaN if there is none), "sum", or "none" for the loss of each row.
+        reduction: "mean" over the rows that count (NaN if there is none, with gradients of 0), "sum", or "none" for the
+            loss of each row.
         label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
             `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
@@ -66,7 +67,7 @@ class CrossEntropyLoss(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss, or (loss, z_loss), of logits `input` (rows, vocab) and labels `target` (rows,).
 
-        precomputed_lse: float32 (rows,), the logsumexp of each row if it is known already.
+        precomputed_lse: (rows,) float32 or float64, the logsumexp of each row if it is known already.
         Each is a float32 scalar, or (rows,) with reduction="none".
         """
         losses, z_losses, count = xentropy.cross_entropy(

@@ -47,7 +47,7 @@ def linear_cross_entropy(
         labels: int32 or int64, the shape of hidden without its features.
         num_classes: how many rows of the weight are classes; the others, at its end, are padding. All if None.
         ignore_index, label_smoothing, logit_scale, lse_square_scale: as in `CrossEntropyLoss`.
-        reduction: "mean" over the labels that count (NaN if there is none) or "sum".
+        reduction: "mean" over the labels that count (NaN if there is none, with gradients of 0) or "sum".
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
         chunk_size: how many rows of logits are held at a time; by default as many as have 2^28 elements.
         process_group: a group of processes that divide the rows of the weight among them. num_classes counts the
@@ -73,7 +73,7 @@ def linear_cross_entropy(
     classes = world_size * len(weight) if num_classes is None else checks.whole("num_classes", num_classes)
     dtype = _check(hidden, weight, labels, bias, classes, world_size, reduction)
     options = xentropy.check_options(logit_scale, lse_square_scale, ignore_index)
-    rest = (xentropy.check_smoothing(label_smoothing), *options, rank * len(weight), classes, world_size > 1)
+    rest = (xentropy.check_smoothing(label_smoothing), *options, rank * len(weight), classes)
     softcap = checks.as_float("softcap", softcap)
     checks.number("softcap", softcap, softcap >= 0, "at least 0")
     tensors, labels = (hidden.flatten(0, -2), weight, bias), labels.flatten()
@@ -232,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dloss is None:
             return (None,) * 11
         _, count, *gradients = ctx.saved_tensors
-        scale = dloss.float() / count / ctx.unit
+        scale = torch.where(count > 0, dloss.float() / count / ctx.unit, 0)  # the mean of no losses has a gradient of 0
         return *(_scaled(x, scale, dtype) for x, dtype in zip(gradients, ctx.dtypes)), *(None,) * 8
 
 
@@ -257,9 +257,7 @@ class _Gradients:
 
 def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size, group, softcap):
     """Returns the loss, the z-loss and the number that their sums were divided by; adds to `gradients` unless None."""
-    *options, class_start, classes, partial = rest
-    smoothing, scale, lse_square_scale, ignore_index = options
-    options = smoothing, scale, lse_square_scale, ignore_index, class_start, classes
+    *_, ignore_index, class_start, classes = rest
     own = max(min(classes - class_start, len(weight)), 0)  # rows of the weight without padding
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     results = []
@@ -279,11 +277,11 @@ def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size,
         if makes_gradients:
             unit = x.new_full((), gradients.unit, dtype=torch.float32).expand(len(x))
         if makes_gradients and group is None:  # in one pass over the logits
-            losses, z_losses, _, kept = xentropy.fwd_bwd_(unit, real, y, *options)
+            losses, z_losses, _, kept = xentropy.fwd_bwd_(unit, real, y, *rest)
         else:
-            losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *options, partial), group)
+            losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *rest), group)
             if makes_gradients:
-                xentropy.bwd_(unit, real, y, lse, *options)
+                xentropy.bwd_(unit, real, y, lse, *rest)
         results.append((losses, z_losses, kept))
         if makes_gradients:
             if slope is not None:

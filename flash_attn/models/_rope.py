@@ -159,7 +159,8 @@ class _ScaledRotaryEmbedding(RotaryEmbedding):
         return same and super()._serves(rows, seqlen)
 
     def _computed_tables(self, seqlen, device, dtype):
-        tables, magnitude = super()._computed_tables(seqlen, device, torch.float32), _magnitude(self._scaling)
+        tables = super()._computed_tables(seqlen, device, torch.promote_types(dtype, torch.float32))
+        magnitude = _magnitude(self._scaling)
         return tuple(None if table is None else (magnitude * table).to(dtype) for table in tables)
 
     def extra_repr(self):

@@ -479,7 +479,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         super().__init__(config)
         s = settings(config)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        needs = ("use_flash_attn", "fused_dropout_add_ln", "rms_norm", "qk_norm", "rotary_emb_fraction")
+        needs = ("use_flash_attn", "fused_dropout_add_ln", "rms_norm", "qk_norm")
         refuse_float64(dtype, {name: bool(getattr(s, name)) for name in needs})
         if process_group is not None:
             check_world_size(s, dist.get_world_size(process_group))

@@ -176,7 +176,7 @@ def test_adapters(name, tmp_path):
     with loaded.disable_adapter():
         torch.testing.assert_close(run(loaded).detach(), base.detach())
     merged = loaded.merge_and_unload()
-    torch.testing.assert_close(run(merged).detach(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run(merged).detach(), expected, rtol=1e-4, atol=1e-4)  # sums of other terms
     assert type(merged) is type(make()) and set(merged.state_dict()) == set(make().state_dict())
 
 

@@ -1,6 +1,7 @@
 """Rotary embedding: the functions, their gradients, graphs, the errors, and what a kernel may trip over."""
 
 import dataclasses
+import functools
 import math
 import zlib
 
@@ -637,13 +638,45 @@ def test_torch_versions_agree_with_the_oracle(interleaved):
     assert identical(apply_rotary_emb_torch(x, *per_entry, interleaved), out)
 
 
+@pytest.mark.parametrize("layout", ["whole", "packed", "heads", "keys", "sequences"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_float64(interleaved, layout, device):
+    """Gradients of first and second order against differences, and the rotation against torch's own operations."""
+    random = functools.partial(torch.randn, dtype=torch.float64, device=device)
+    cos, sin = random(4, 3).cos(), random(4, 3).sin()
+    cu_seqlens = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
+    shape, rotate = {
+        "whole": ((2, 4, 2, 8), lambda x: apply_rotary_emb(x, cos, sin, interleaved)),
+        "packed": ((1, 4, 3, 2, 8), lambda x: apply_rotary_emb_qkv_(x * 1, cos, sin, interleaved=interleaved)),
+        "heads": (
+            (1, 4, 4, 8),
+            lambda x: apply_rotary_emb_qkv_(x * 1, cos, sin, interleaved=interleaved, num_heads_q=2),
+        ),
+        "keys": ((1, 4, 2, 2, 8), lambda x: apply_rotary_emb_kv_(x * 1, cos, sin, interleaved)),
+        "sequences": (
+            (4, 2, 8),
+            lambda x: apply_rotary_emb(x, cos, sin, interleaved, cu_seqlens=cu_seqlens, max_seqlen=3),
+        ),
+    }[layout]
+    x = random(*shape).requires_grad_()
+    out = rotate(x).detach()
+    assert out.dtype == torch.float64
+    assert torch.autograd.gradcheck(rotate, x) and torch.autograd.gradgradcheck(rotate, x)
+    if layout == "whole":
+        torch.testing.assert_close(out, apply_rotary_emb_torch(x, cos, sin, interleaved).detach())
+        in_place = apply_rotary_emb(x.detach().clone(), cos, sin, interleaved, inplace=True)
+        assert identical(in_place, out)
+        narrow = apply_rotary_emb(x.detach(), cos.half(), sin.half(), interleaved)
+        assert identical(narrow, apply_rotary_emb(x.detach(), cos.half().double(), sin.half().double(), interleaved))
+
+
 # Errors: what is wrong, the class, what the message names.
 
 X, TABLE = torch.zeros(2, 5, 3, 64), torch.zeros(8, 32)
 PACKED_X, CU_SEQLENS = torch.zeros(10, 3, 64), torch.tensor([0, 4, 10], dtype=torch.int32)
 ERRORS = {
     "x is no tensor": (dict(x=[1.0]), TypeError, "x must be a torch.Tensor"),
-    "x is float64": (dict(x=X.double()), TypeError, "x must have dtype"),
+    "x is integer": (dict(x=X.int()), TypeError, "x must have dtype"),
     "x has three dimensions": (dict(x=X[0]), ValueError, "x must have 4 dimensions"),
     "packed x has four": (dict(cu_seqlens=CU_SEQLENS, max_seqlen=6), ValueError, "x must have 3 dimensions"),
     "cos is integer": (dict(cos=TABLE.int()), TypeError, "cos must have dtype"),

@@ -220,6 +220,17 @@ def test_frequencies_in_float64(device):
     assert identical(module(qkv.clone()), rotated_by(module.inv_freq.float(), qkv))
 
 
+def test_tables_of_float64(device):
+    """Angles far from 0 have the digits of float64; the tables follow the dtype of the input."""
+    module, qkv = RotaryEmbedding(8, device=device).double(), torch.randn(1, 3000, 3, 1, 8, device=device)
+    found = module(qkv.double())
+    angles = torch.outer(torch.arange(3000, device=device, dtype=torch.float64), module.inv_freq.double())
+    right = apply_rotary_emb_qkv_(qkv.double(), angles.cos(), angles.sin())
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+    assert module.inv_freq.dtype == torch.float32
+    torch.testing.assert_close(module(qkv.clone()).double(), right, rtol=0, atol=2e-3)
+
+
 def test_module_with_another_scale(device):
     module, qkv = RotaryEmbedding(32, scale_base=8, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
     before = module(qkv.clone())

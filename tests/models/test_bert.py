@@ -324,25 +324,49 @@ def half_precision_pair(variant, head, folder, device):
     return *pair(head, folder, device, **options), *batch_of(device, batch=32)
 
 
-@pytest.mark.cuda
+def stages(model, layers, **inputs):
+    """What each part of a model gives: hidden states of its layers, pooled states, and the logits of both heads."""
+    found = {}
+
+    def keep(name):
+        return lambda module, args, output: found.update({name: output[0] if isinstance(output, tuple) else output})
+
+    parts = {f"layer {i}": layer for i, layer in enumerate(layers)} | {"pooled": model.bert.pooler}
+    hooks = [part.register_forward_hook(keep(name)) for name, part in parts.items()]
+    outputs = model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    logits = outputs.prediction_logits[..., : SIZES["vocab_size"]]
+    return found | {"predictions": logits, "relationship": outputs.seq_relationship_logits}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("variant", ["flash", "fused", "last layer apart"])
-def test_half_precision(variant, dtype, tmp_path, device):
-    """Errors of at most 3 times those of transformers' model in the same dtype: 4 and 2 with all that is fused."""
-    theirs, ours, inputs, mask = half_precision_pair(variant, "BertForPreTraining", tmp_path, device)
-    with torch.no_grad():
-        exact, exact_hidden = theirs(**inputs), theirs.bert(**inputs)
-        baseline, baseline_hidden = theirs.to(dtype)(**inputs), theirs.bert(**inputs)
-        found, hidden = ours.to(dtype)(**inputs), ours.bert(**inputs)
-    of_hidden, of_logits = (4, 2) if variant == "fused" else (3, 3)
-    rows = mask[:, 0]  # others have no first token to pool
-    for name, result, peer, expected, ratio, real in (
-        ("hidden states", hidden[0], baseline_hidden[0], exact_hidden[0], of_hidden, mask),
-        ("pooled", hidden[1], baseline_hidden[1], exact_hidden[1], of_hidden, rows),
-        ("predictions", found[1][..., :101], baseline[0], exact[0], of_logits, mask),
-        ("relationship", found[2], baseline[1], exact[1], of_logits, rows),
-    ):
-        assert_error_ratio(result[real], expected[real], peer[real], at_most=ratio, name=name)
+def test_half_precision(variant, dtype, device):
+    """Part by part, errors as large as those of transformers' model in the same dtype, over models drawn from 8 seeds.
+
+    Of one model, the ratio of the two largest errors of some logits is anything from a half to two.
+    """
+    options = dict(hidden_size=128, initializer_range=0.05, hidden_act="gelu_new", num_hidden_layers=2)
+    squares = {}
+    for seed in range(8):
+        torch.manual_seed(seed)
+        theirs = randomised(transformers.BertForPreTraining(config_of(**options))).eval().to(device, dtype)
+        ours = bert.BertForPreTraining(config_of(**VARIANTS[variant] | options)).eval()
+        ours.load_state_dict(bert.remap_state_dict(theirs.float().state_dict(), ours.config))
+        exact = copy.deepcopy(theirs).double()
+        inputs = {name: x for name, x in batch_of(device, batch=16)[0].items() if name != "attention_mask"}
+        with torch.no_grad():
+            expected = stages(exact, exact.bert.encoder.layer, **inputs)
+            baseline = stages(theirs.to(dtype), theirs.bert.encoder.layer, **inputs)
+            ours = ours.to(device, dtype)
+            found = stages(ours, ours.bert.encoder.layers, **inputs)
+        for name, right in expected.items():
+            both = [(x[name].double() - right).square().mean().item() for x in (found, baseline)]
+            squares.setdefault(name, []).append(both)
+    for name, each in squares.items():
+        ours, theirs = torch.tensor(each).mean(0).sqrt().tolist()
+        assert ours <= 1.25 * theirs, f"{name}: root mean square of the errors {ours:.2e}, transformers' {theirs:.2e}"
 
 
 @pytest.mark.cuda

@@ -651,7 +651,6 @@ def test_labels_that_are_no_class(wrong, device):
     "options",
     [
         dict(use_flash_attn=True), dict(fused_dropout_add_ln=True), dict(rms_norm=True), dict(qk_norm=True),
-        dict(rotary_emb_fraction=0.5),
     ],
     ids=str,
 )  # fmt: skip
@@ -660,8 +659,14 @@ def test_float64_is_refused_where_operations_lack_it(options):
     says = f"dtype must be float32, float16 or bfloat16 with config.{name}, .* found torch.float64"
     with pytest.raises(ValueError, match=says):
         GPTLMHeadModel(config_of(**options), dtype=torch.float64)
-    x = ids()
-    assert GPTLMHeadModel(config_of(fused_mlp=True), dtype=torch.float64)(x).logits.dtype == torch.float64
+
+
+@pytest.mark.parametrize("options", [dict(fused_mlp=True), PARALLEL, PARALLEL | dict(rope_scaling=_LINEAR)], ids=str)
+def test_float64(options):
+    x, model = ids(), GPTLMHeadModel(config_of(**options), dtype=torch.float64)
+    logits = model(x).logits
+    assert logits.dtype == torch.float64
+    torch.testing.assert_close(model.float()(x).logits, logits.float())
 
 
 def test_last_tokens(device):

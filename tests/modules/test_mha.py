@@ -798,6 +798,18 @@ def test_error(what):
         module(**dict(x=X) | arguments)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(rotary_emb_interleaved=True, num_heads_kv=1), dict(rotary_emb_scale_base=512.0, dwconv=True)],
+    ids=str,
+)
+def test_rotary_in_float64(options, device):
+    module = MHA(16, 2, causal=True, rotary_emb_dim=4, dtype=torch.float64, device=device, **options)
+    x = torch.randn(1, 3, 16, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(module, x)
+    torch.testing.assert_close(module.float()(x.float()).double(), module.double()(x), rtol=1e-4, atol=1e-5)
+
+
 def test_nothing_is_written_if_there_is_no_room(device):
     for flash in (False, True):
         module = MHA(64, 4, causal=True, layer_idx=0, use_flash_attn=flash, rotary_emb_dim=16, device=device)

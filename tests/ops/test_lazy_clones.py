@@ -34,7 +34,7 @@ def summed_into(x, device):
 def differentiated_in_place(x, device):
     logits = x.view(-1, 64)
     labels, ones = torch.arange(len(logits), device=device) % 64, torch.ones(len(logits), device=device)
-    xentropy.bwd_(ones, logits, labels, logits.logsumexp(1), 0.0, 1.0, 0.0, -100, 0, 64)
+    xentropy.bwd_(ones, logits, labels, logits.double().logsumexp(1), 0.0, 1.0, 0.0, -100, 0, 64)
 
 
 def differentiated_in_forward(x, device):

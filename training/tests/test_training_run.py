@@ -205,12 +205,40 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["+train.warmstart.path=x"], "train.warmstart.path must be a checkpoint, found nothing at x"),
         (["model=null"], "model must be the name of an option, found null; ~model"),
         (["experiment=tiny/txt"], "Could not find 'experiment/tiny/txt'(.|\n)*did you mean tiny/text"),
+        (["train.optimizer.lr=3e-3x"], r"\ntrain\.optimizer\.lr must be a number, found '3e-3x'"),
+        (["+train.optimizer.betas=[0.9,x]"], r"\ntrain\.optimizer\.betas must be numbers, found \[0\.9, 'x'\]"),
+        (["train.scheduler.t_initial=ten"], r"\ntrain\.scheduler\.t_initial must be an integer, found 'ten'"),
+        (["++train.scheduler.lr_min=tiny"], r"\ntrain\.scheduler\.lr_min must be a number, found 'tiny'"),
+        (["trainer.gradient_clip_val=one"], r"\ntrainer\.gradient_clip_val must be a number, found 'one'"),
+        (["++trainer.accumulate_grad_batches=2x"], r"\ntrainer\.accumulate_grad_batches must be an integer, .*'2x'"),
+        (["trainer.val_check_interval=often"], r"val_check_interval must be a number or a time DD:HH:MM:SS, .*'often'"),
         (["trainer.max_step=3"], "Could not override 'trainer.max_step'(.|\n)*did you mean trainer.max_steps"),
     ],
 )
 def test_errors(arguments, says, here, capfd):
     with pytest.raises(SystemExit) as error:
         here(*arguments)
+    said = capfd.readouterr().err
+    assert error.value.code == 1 and re.search(says, said) and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("hydra.callbacks.run_folder._target_=for_another_torch.X", r"\nRuntimeError: no operator nms \(.*, line 1\)"),
+        ("+callbacks.other._target_=for_another_torch.X", r"RuntimeError\('no operator nms'\)"),
+        ("datamodule._target_=for_another_torch.X", r"RuntimeError\('no operator nms'\)"),
+        ("train.optimizer._target_=for_another_torch.X", r"RuntimeError\('no operator nms'\)"),
+        ("trainer._target_=for_another_torch.X", r"RuntimeError\('no operator nms'\)"),
+        ("model._target_=not_there.X", "No module named 'not_there'"),
+    ],
+)
+def test_modules_that_cannot_be_imported(argument, says, here, tmp_path, monkeypatch, capfd):
+    """As a torchvision that was built for another PyTorch: the error of the import is told, whoever needs it."""
+    (tmp_path / "for_another_torch.py").write_text('raise RuntimeError("no operator nms")')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        here(argument)
     said = capfd.readouterr().err
     assert error.value.code == 1 and re.search(says, said) and "Traceback" not in said
 

@@ -23,8 +23,8 @@ def apply_rotary(
     """Rotate pairs of channels of x by the angles of each token's position.
 
     Arguments:
-        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; float32, float16 or bfloat16,
-            any strides.
+        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; any floating-point dtype and
+            strides. float64 is computed in plain torch.
         cos, sin: (positions, rotary_dim / 2), rotary_dim <= head_dim; any floating-point dtype.
         seqlen_offsets: position of the first token of every sequence, an integer or an int32 or int64 tensor (batch,).
         cu_seqlens: (batch + 1,) int32, where each sequence starts in x.

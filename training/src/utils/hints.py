@@ -1,15 +1,16 @@
-"""Hints for wrong arguments of the command line: unknown options of groups, and mistyped names."""
+"""Hints where Hydra's messages fall short: unknown options of groups, mistyped names, modules that fail to import."""
 
 import difflib
 import pathlib
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -56,6 +57,24 @@ def nulls(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
         for each in _parsed(arguments)
         if (group := each.key_or_group) in groups and each.value() is None and not each.is_delete()
     ]
+
+
+def failed_imports(error: BaseException | None) -> list[str]:
+    """A line with the error for which Hydra could not make an object: it only says which object, if that is its own.
+
+    Arguments:
+        error: raised in consequence. The result is empty if it has no such error behind it.
+    """
+    while error is not None and not isinstance(error, InstantiationException):
+        error = error.__cause__ or error.__context__
+    cause = error
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is None or cause is error:
+        return []
+    frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith("<")]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return [f"{type(cause).__name__}: {cause}{place}"]
 
 
 def did_you_mean(what: str, name: str, names: Iterable[str], prefix: str = "") -> str:
