@@ -31,7 +31,8 @@ def combine(
         lse = log sum_n exp lse_n;   out = sum_n exp(lse_n - lse) out_n
 
     If there is a learnable_sink, give it to the call for one part only: each lse that includes it would count it again.
-    Differentiable, through both results.
+    Differentiable, through both results. An lse is as exact as float32: of rows whose keys all carry a bias of -1e9 it
+    does not say how many they are, so their parts count alike.
 
     Arguments:
         outs: (parts, .., seqlen_q, heads, head_dim), packed or dense.
@@ -90,7 +91,7 @@ def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
         >>> row_max(q, k, causal=True).shape
         torch.Size([2, 4, 8])
     """
-    return flash_attn.row_statistics(q, k, **_named("row_max", options))[1]
+    return flash_attn.row_statistics(q, k, **_named("row_max", options))[0]
 
 
 @torch.no_grad()
@@ -111,8 +112,8 @@ def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tenso
         >>> torch.allclose(top + total.log(), lse, atol=1e-5)
         True
     """
-    lse, top = flash_attn.row_statistics(q, k, **_named("row_max_and_sum", options))
-    return top, torch.where(top == -math.inf, 0, (lse - top).exp())
+    top, log_sum = flash_attn.row_statistics(q, k, **_named("row_max_and_sum", options))
+    return top, torch.where(top == -math.inf, 0, log_sum.exp())
 
 
 @torch.no_grad()

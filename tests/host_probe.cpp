@@ -235,13 +235,14 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
                        hopper ? hopper->row_shares : 1, sizes.key_sums});
 }
 
-// offsets: of dq_accum, lse_log2, softmax_d, key_sums, next_block, semaphores and the end of the scratch, in elements.
-const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semaphores, int64_t key_sums,
-                             int64_t* offsets) {
+// offsets: of dq_accum, lse_log2, softmax_d, lse (-1: none), key_sums, next_block, semaphores and the end of the
+// scratch, in elements.
+const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t num_row_values, int64_t semaphores,
+                             int64_t key_sums, int64_t* offsets) {
   static float memory[1];
   const BwdScratchSizes sizes{.dq_accum = dq_accum,
                               .row_values = row_values,
-                              .num_row_values = 2,
+                              .num_row_values = static_cast<int>(num_row_values),
                               .semaphores = semaphores,
                               .key_sums = key_sums};
   BwdPlan plan = BwdSm90Plan{};
@@ -249,10 +250,10 @@ const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semap
   use_scratch(problem, plan, sizes, memory);
   const auto& used = std::get<BwdSm90Plan>(plan);
   const auto offset = [](const void* place) {
-    return (static_cast<const char*>(place) - reinterpret_cast<const char*>(memory)) / 4;
+    return place == nullptr ? -1 : (static_cast<const char*>(place) - reinterpret_cast<const char*>(memory)) / 4;
   };
   return answer(offsets, {offset(used.scratch.dq_accum), offset(used.lse_log2), offset(used.softmax_d),
-                          offset(used.scratch.key_sums), offset(used.scratch.next_block),
+                          offset(used.lse), offset(used.scratch.key_sums), offset(used.scratch.next_block),
                           offset(used.scratch.semaphores), sizes.total()});
 }
 

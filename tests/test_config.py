@@ -790,12 +790,14 @@ def test_values_of_more_channels_than_keys_have_the_plan_of_their_instance(host,
 
 
 def test_parts_of_the_scratch_lie_apart(host):
-    """In the order dq_accum, lse_log2, softmax_d, key_sums, next_block, semaphores."""
-    for sizes in itertools.product((0, 64, 4096), (0, 128, 1280), (0, 4, 40), (0, 512)):
-        accum, rows, semaphores, key_sums = sizes
-        found = numbers(host, 7, "find_bwd_scratch", *sizes)
-        counters = accum + 2 * rows + key_sums
-        assert found == [0, accum, accum + rows, accum + 2 * rows, counters, counters + 1, sum(sizes) + rows + 1]
+    """In the order dq_accum, lse_log2, softmax_d, with a bias lse, key_sums, next_block, semaphores."""
+    for sizes in itertools.product((0, 64, 4096), (0, 128, 1280), (2, 3), (0, 4, 40), (0, 512)):
+        accum, rows, arrays, semaphores, key_sums = sizes
+        found = numbers(host, 8, "find_bwd_scratch", *sizes)
+        after = accum + arrays * rows
+        lse = accum + 2 * rows if arrays == 3 else -1
+        counters = after + key_sums
+        assert found == [0, accum, accum + rows, lse, after, counters, counters + 1, counters + 1 + semaphores]
 
 
 @pytest.mark.parametrize("heads, heads_k, head_dim, rows, keys, causal, shares", [

@@ -14,6 +14,7 @@ from cases import DTYPES
 from compare import assert_error_ratio, unavoidable
 
 from flash_attn import _library, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, functional
+from flash_attn._ops import flash_attn as flash_attn_ops
 from flash_attn._ops import flash_attn_features as with_features
 
 BATCH, HEADS, HEADS_K, SEQLEN_Q, SEQLEN_K = 2, 4, 2, 40, 152
@@ -202,6 +203,68 @@ def exact_counts(bias, score):
     return (keys == score).sum(-1, keepdim=True).double().masked_fill(above, math.inf)
 
 
+OPTIONS = {  # that leave scores of 0 as they are, or drop the same elements
+    "softcap": dict(softcap=3.0),
+    "alibi": dict(alibi_slopes=torch.zeros(HEADS)),
+    "deterministic": dict(deterministic=True),
+    "dropout": dict(dropout_p=0.2),
+}
+
+
+@pytest.mark.parametrize("level", [-1e4, -1e9, LOWEST], ids=str)
+@pytest.mark.parametrize("exact_gradients", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_beside_other_options(name, exact_gradients, level, device, in_kernels, monkeypatch):
+    """A bias that all keys share changes no result."""
+    monkeypatch.setattr(flash_attn_ops, "exact_gradients", exact_gradients)
+    *inputs, dout = problem(device)
+    options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name].items()}
+    number = torch.finfo(torch.float32).min if level == LOWEST else level
+    results = []
+    for bias in (torch.full((1, 1, 1, SEQLEN_K), number, device=device), torch.zeros(1, 1, 1, SEQLEN_K, device=device)):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        torch.manual_seed(1)
+        out = flash_attn_func(*leaves, attn_bias=bias, **options)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    torch.testing.assert_close(*results, rtol=2**-6, atol=2**-8)
+
+
+@pytest.mark.parametrize("head_dim", [64, 192])
+@pytest.mark.parametrize("seqlen_q", [3, SEQLEN_Q])
+def test_scores_that_lose_digits(seqlen_q, head_dim, device, in_kernels):
+    """At -1e6 a score is rounded to 1/16: weights err by e^(1/16) in each pass, and no weight is beyond 1."""
+    q, k, v, dout = problem(device, head_dim=head_dim, seqlen_q=seqlen_q)
+    q = torch.randn_like(q)
+    k = torch.randn_like(k)
+    bias = torch.full((1, 1, 1, SEQLEN_K), -1e6, device=device, dtype=torch.bfloat16)
+    results = []
+    for given in (bias, torch.zeros_like(bias)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, attn_bias=given)
+        results.append((out, torch.autograd.grad(out, leaves[2], torch.ones_like(dout))[0]))
+    (out, dv), (exact_out, exact_dv) = results
+    torch.testing.assert_close(out, exact_out, rtol=0.2, atol=0.2)
+    torch.testing.assert_close(dv, exact_dv, rtol=0.2, atol=0.02)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "sink", "bias"])
+def test_nan_stays(where, device, in_kernels):
+    """In the results of rows that see it, and in no others."""
+    *inputs, dout = problem(device)
+    bias = torch.full((BATCH, 1, SEQLEN_Q, SEQLEN_K), -1e9, device=device)
+    sink = torch.zeros(HEADS, device=device)
+    {"q": inputs[0][1, 7], "k": inputs[1][1, 9], "sink": sink[:1], "bias": bias[1, 0, 7, 9:10]}[where].fill_(math.nan)
+    leaves = [x.requires_grad_() for x in inputs]
+    out = flash_attn_func(*leaves, attn_bias=bias, learnable_sink=sink)
+    dq, _, dv = torch.autograd.grad(out, leaves, dout)
+    rows = torch.zeros(BATCH, SEQLEN_Q, HEADS, dtype=torch.bool, device=device)
+    {"q": rows[1, 7], "k": rows[1], "sink": rows[..., 0], "bias": rows[1, 7]}[where].fill_(True)
+    assert torch.equal(out.isnan().all(-1), rows) and torch.equal(out.isnan().any(-1), rows)
+    assert dq.isnan().flatten().any() and not dq[0].isnan()[..., 1:, :].any()
+    if where in ("q", "k"):
+        assert dv[1].isnan().any() and not dv[0].isnan().any()
+
+
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_statistics_of_weights(level, device):
     """`weights` and `column_sums`, which takes the gradient of lse, find the weights 1 / n, too."""
@@ -210,6 +273,11 @@ def test_statistics_of_weights(level, device):
     bias += torch.finfo(bias.dtype).min if level == LOWEST else level
     expected = torch.full((BATCH, HEADS, SEQLEN_Q, SEQLEN_K), 1 / SEQLEN_K, device=device)
     torch.testing.assert_close(functional.weights(q, k, attn_bias=bias), expected, rtol=1e-5, atol=0)
+    _, lse = flash_attn_func(q, k, k, attn_bias=bias, return_lse=True)
+    torch.testing.assert_close(functional.weights(q, k, lse, attn_bias=bias), expected, rtol=1e-5, atol=0)
+    top, total = functional.row_max_and_sum(q, k, attn_bias=bias)
+    assert (top == bias.max()).all()
+    torch.testing.assert_close(total, torch.full_like(total, SEQLEN_K), rtol=1e-5, atol=0)
     torch.testing.assert_close(functional.column_sums(q, k, attn_bias=bias), expected.sum(2), rtol=1e-2, atol=0)
 
 
@@ -226,3 +294,17 @@ def test_second_derivatives(level, device):
         (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
         results.append(torch.autograd.grad(dq.square().sum(), q)[0])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("sink", [-math.inf, 0.5, math.inf], ids=str)
+def test_second_derivatives_with_a_sink(sink, device):
+    """A sink of -inf is none, and one of +inf leaves the keys no weight: nothing is NaN."""
+    q, k, v, dout = problem(device, torch.float32, head_dim=16, seqlen_q=4, seqlen_k=9)
+    leaves = [q.requires_grad_(), torch.full((HEADS,), sink, device=device).requires_grad_()]
+    out = flash_attn_func(q, k, v, learnable_sink=leaves[1])
+    dq, dsink = torch.autograd.grad(out, leaves, dout, create_graph=True)
+    found = torch.autograd.grad(dq.square().sum() + dsink.square().sum(), leaves)
+    assert all(x.isfinite().all() for x in found)
+    if sink == -math.inf:
+        (dq,) = torch.autograd.grad(flash_attn_func(q, k, v), q, dout, create_graph=True)
+        torch.testing.assert_close(found[0], torch.autograd.grad(dq.square().sum(), q)[0])

@@ -256,6 +256,13 @@ Tensor new_row_values(float*& data, const Tensor& q, const View<const void>& vie
   return values;
 }
 
+// A new tensor for what rounding takes off softmax_lse, if there is a bias. A bias of no keys leaves nothing to round.
+Tensor new_lse_lo(float*& data, const Tensor& q, const View<const void>& view, bool tokens,
+                  const OptionalTensor& bias) {
+  Tensor lse_lo = new_row_values(data, q, view, tokens, bias.has_value());
+  return bias && bias->numel() == 0 ? torch::stable::zero_(lse_lo) : lse_lo;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Features
 
@@ -597,7 +604,7 @@ FeatureResults run_with_features(FwdCall& call, const Tensor& q, OptionalTensor&
                                  const Options& options, Features& features) {
   set_features(call.p.problem, sink, bias, features, options.block_table.has_value(), q);
   const Tensor row_max = new_row_values(call.p.row_max, q, call.q, call.tokens, features.row_max);
-  const Tensor lse_lo = new_row_values(call.p.lse_lo, q, call.q, call.tokens, bias.has_value());
+  const Tensor lse_lo = new_lse_lo(call.p.lse_lo, q, call.q, call.tokens, bias);
   const auto [out, softmax_lse] = run_fwd_call(call, q, bias);
   return {out, softmax_lse, row_max, lse_lo};
 }
@@ -886,7 +893,7 @@ FeatureResults fwd_kvcache_features(const Tensor& q, const Tensor& k_cache, cons
     softmax_lse = add_lse(p, q, queries, /*tokens=*/false);
     set_features(p.problem, sink, bias, features, paged, q);
     row_max = new_row_values(p.row_max, q, queries, /*tokens=*/false, features.row_max);
-    lse_lo = new_row_values(p.lse_lo, q, queries, /*tokens=*/false, bias.has_value());
+    lse_lo = new_lse_lo(p.lse_lo, q, queries, /*tokens=*/false, bias);
   };
   const Tensor out = run_kvcache(q, k_cache, v_cache, bias, options, queries_advance, set_more);
   return {out, softmax_lse, row_max, lse_lo};

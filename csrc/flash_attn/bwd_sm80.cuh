@@ -97,16 +97,13 @@ struct BwdShared {
   using T = typename Config::T;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   struct Nothing {};
-  struct NoRowValues {};
   using Weights = SharedTile<T, kBlockN, kBlockM>;
-  using RowValues = float[Config::kStages][kBlockM];
 
   SharedTile<T, kBlockN, kHeadDim> k, v;  // at the end, dK and dV on their way out
   SharedTile<T, kBlockM, kHeadDim> q[Config::kStages], dout[Config::kStages];
   Weights ds[Config::kDelaysDq ? 2 : 1];  // P^T for the key team, then dS^T; two stages, as dQ is a step late
   [[no_unique_address]] std::conditional_t<Config::kSplits == 1, Nothing, Weights> p;  // P^T, for dV
   alignas(16) float lse[Config::kStages][kBlockM];
-  [[no_unique_address]] std::conditional_t<Config::kPlain, NoRowValues, RowValues> lse_lo;
   float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
@@ -231,13 +228,8 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   const bool is_live =
       has_ranges<Config::kFeatures>(p.problem) ? sees_keys(row) : shared.live_rows.covers({row0 + row, row0 + row});
   if (threadIdx.x < kBlockM) {
-    const int64_t index = row_index(p.problem, span, rows.head) + row0 + row;
-    ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), p.softmax_lse + index, is_live);
-    if constexpr (!Config::kPlain) {
-      const bool has_lo = p.lse_lo != nullptr;
-      const float* lse_lo = has_lo ? p.lse_lo : p.softmax_lse;
-      ptx::copy_word_async(ptx::shared_address(&shared.lse_lo[stage][row]), lse_lo + index, is_live && has_lo);
-    }
+    const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
+    ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, is_live);
   } else if (threadIdx.x < 2 * kBlockM) {
     const float* softmax_d = softmax_d_of(p, span, shared.work.entry, rows.head) + row0 + row;
     ptx::copy_word_async(ptx::shared_address(&shared.softmax_d[stage][row]), softmax_d, is_live);
@@ -288,6 +280,13 @@ __device__ ScorePlace place_of(const BwdShared<Config>& shared, const Share<Conf
           .row0 = rows.block * Config::kBlockM + share.row0};
 }
 
+// What rounding has taken off lse of two rows of an entry. Rows past the last get that of the last: they see nothing.
+__device__ inline float2 lse_lo_of_two(const BwdSm80Params& p, const Span& q, int head, int row) {
+  if (p.lse_lo == nullptr) return {0, 0};
+  const float* values = row_values(p.lse_lo, p.problem, q, head);
+  return {__ldg(values + min(row, q.length - 1)), __ldg(values + min(row + 1, q.length - 1))};
+}
+
 // Turns S^T into P^T, negative where dropped. With softcap, leaves its derivative dscore/dS in the tile of `slopes`.
 template <typename Config, typename Tile>
 __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, const BwdShared<Config>& shared,
@@ -313,14 +312,12 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
     const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
     if (cut) hide_rows(s, mask, place);
   };
-  const auto row_values = [&](const float (&values)[Config::kBlockM], int c) {
-    return *reinterpret_cast<const float2*>(&values[share.row0 + s.col(c)]);
-  };
-  const auto lse = [&](int c) { return row_values(shared.lse[stage], c); };
+  const auto lse = [&](int c) { return *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]); };
   const auto lse_log2 = [&](int c) {
     float2 row = lse(c);
     if constexpr (!Config::kPlain) {
-      if (p.problem.bias.data != nullptr) row = row_values(shared.lse_lo[stage], c);
+      // Shared memory has no room for it: with large tiles, an A100's is full.
+      if (p.problem.bias.data != nullptr) row = lse_lo_of_two(p, shared.seq.q, rows.head, place.row0 + s.col(c));
     }
     return float2{row.x * kLog2e, row.y * kLog2e};
   };

@@ -291,10 +291,14 @@ def score_arguments(
 
 
 def row_statistics(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Returns softmax_lse and the largest score of each row, before the sink. options: those of `score_arguments`."""
+    """Returns the largest score of each row, before the sink, and how much softmax_lse is above it.
+
+    A row without keys has -inf and +inf. options: those of `score_arguments`.
+    """
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features._replace(row_max=True)
-    return with_features.fwd_features(q, k, _few_values(k), sink, bias, *arguments, *rest)[1:3]
+    _, lse, top, lse_lo = with_features.fwd_features(q, k, _few_values(k), sink, bias, *arguments, *rest)
+    return top, lse - top if bias is None else (lse - top) + lse_lo
 
 
 def _few_values(k):
@@ -321,10 +325,15 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) ->
     """Returns the weights of all keys in all rows, float32. options: those of `score_arguments`."""
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features
+    if softmax_lse is not None:
+        checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=_lse_shape(q, None), device=q.device)
     lse_lo = None
-    if softmax_lse is None:
-        softmax_lse, lse_lo = _lse_in_two(q, k, _few_values(k), sink, bias, *arguments, *rest)
-    checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=_lse_shape(q, None), device=q.device)
+    if softmax_lse is None or bias is not None:
+        lse, lse_lo = _lse_in_two(q, k, _few_values(k), sink, bias, *arguments, *rest)
+        if softmax_lse is None:
+            softmax_lse = lse
+        elif lse_lo is not None:  # of the lse that is given, if that is this one
+            lse_lo = lse_lo.masked_fill(softmax_lse != lse, 0)
     return with_features.weights(q, k, softmax_lse, lse_lo, sink, bias, *arguments, *rest)
 
 

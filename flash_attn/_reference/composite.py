@@ -76,21 +76,26 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
         hidden = hidden | closed
         s = s if bias.dtype == torch.bool else s + bias.to(dtype).masked_fill(closed, 0)
     empty = hidden.all(-1)
-    s = s.masked_fill(hidden & ~empty[..., None], -math.inf)  # finite in empty rows: their gradient must not be nan
-    top = s.detach().amax(-1).masked_fill(empty, -math.inf)
-    shift = top.masked_fill(empty, 0)  # scores are taken relative to it: where it is large, their differences are exact
-    sink = None
-    if features.learnable_sink is not None:
-        sink = group.per_head(features.learnable_sink.to(dtype))[..., None]
-        shift = torch.where(sink.isinf(), shift, torch.where(empty, sink, torch.maximum(shift, sink))).detach()
-    s = s - shift[..., None]
+    top = s.detach().masked_fill(hidden, -math.inf).amax(-1)
+    closed = None
+    if features.learnable_sink is not None:  # one more key; where it is +inf, the others have no weight
+        sink = group.per_head(features.learnable_sink.to(dtype))[..., None, None].expand(*s.shape[:-1], 1)
+        closed = (sink == math.inf)[..., 0]
+        sink = sink.masked_fill(closed[..., None], -math.inf)
+        s, hidden = torch.cat([s, sink], -1), torch.cat([hidden, sink == -math.inf], -1)
+        empty = hidden.all(-1)
+    # Finite in empty rows: their gradient must not be nan. Elsewhere scores are taken relative to the largest: where
+    # that is large, their differences are exact.
+    s = s.masked_fill(hidden & ~empty[..., None], -math.inf).masked_fill(empty[..., None], 0)
+    largest = s.detach().amax(-1)
+    s = s - largest[..., None]
     log_sum = s.logsumexp(-1)
-    if sink is not None:
-        log_sum = torch.where(empty, sink - shift, torch.logaddexp(log_sum.masked_fill(empty, 0), sink - shift))
-    p = (s - log_sum[..., None]).exp().masked_fill(hidden, 0)
-    lse = shift + log_sum
-    lo = ((shift - lse) + log_sum).detach().masked_fill(lse.isinf() | empty, 0)
-    lse = lse.masked_fill(empty if sink is None else lse == -math.inf, math.inf)
+    p = (s - log_sum[..., None]).exp().masked_fill(hidden, 0)[..., : len(cols)]
+    lse = largest + log_sum
+    lo = ((largest - lse) + log_sum).detach().masked_fill(lse.isinf() | empty, 0)
+    lse = lse.masked_fill(empty, math.inf)
+    if closed is not None:
+        p, lse = p.masked_fill(closed[..., None], 0), lse.masked_fill(closed, math.inf)
     if options.dropout_p > 0 and options.rng_state is not None:
         numbers = torch.arange(part.entries.stop * heads, device=q.device)
         keep = keep_mask(options.rng_state, options.dropout_p, group.per_head(numbers.view(-1, heads)), rows, cols)

@@ -92,7 +92,7 @@ def weights(
                 s, _ = scores.compute(q_rows, _at(keys, cols), rows, cols)
                 s.sub_(group.load_rows(lse, rows, lse.dtype))
                 if lo is not None:
-                    s.sub_(group.load_rows(lo, rows, lse.dtype))
+                    s.sub_(group.load_rows(lo, rows, lse.dtype)).clamp_(max=0)
                 s.exp_()
                 scores.hide_(s, rows, cols, 0)
                 target = by_pair[..., rows.start : rows.stop, cols.start : cols.stop]
@@ -353,11 +353,13 @@ def _forward(
             _add_product_(o.mul_(shrink), p if keep is None else p.mul_(keep), _at(v, cols), finite)
         if row_max is not None:
             group.store_rows(row_max, rows, top)
+        unseen = ~(total > 0)  # also a row with a score that is NaN, as in kernels
+        top, total = top.masked_fill(unseen, -math.inf), total.masked_fill(unseen, 0)
         if sinks is not None:
             top, total = _add_sinks_(o, top, total, sinks[..., None].expand(-1, -1, len(rows)).flatten(1)[..., None])
-        seen = total > 0
-        lse = (top + total.log()).masked_fill_(~seen, math.inf)
-        o.div_(total.masked_fill(~seen, 1))
+        empty = total == 0
+        lse = (top + total.log()).masked_fill_(empty, math.inf)
+        o.div_(total.masked_fill(empty, 1))
         group.store_rows(softmax_lse, rows, lse)
         group.store_rows(out, rows, o)
         if lse_lo is not None:
@@ -417,7 +419,8 @@ def _backward(
         for cols in group.col_blocks(scores.mask.keys(rows)):
             k_cols, v_cols = _at(k, cols), _at(v, cols)
             s, slope = scores.compute(q_rows, k_cols, rows, cols)
-            p = (s.sub_(lse) if lo is None else s.sub_(lse).sub_(lo)).exp_()
+            # Rounding may push a score with a large bias beyond lse, and its weight far beyond 1.
+            p = (s.sub_(lse) if lo is None else s.sub_(lse).sub_(lo).clamp_(max=0)).exp_()
             scores.hide_(p, rows, cols, 0)
             keep = scores.keep(rows, cols, dtype)
             ds = torch.bmm(dout_rows, v_cols.mT)
