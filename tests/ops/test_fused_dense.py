@@ -700,7 +700,7 @@ def test_bias_gradient(shape, dtype, device):
     """Sums of few rows and many, of rows that lie apart or are the same one, of any width."""
     wide = torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(DTYPES[dtype])
     for dout in (wide[..., : shape[-1]], wide[..., shape[-1] :], wide[:1, ..., : shape[-1]].expand(shape)):
-        _, dbias = fused_dense_ops.wgrad(dout, wide, True)
+        _, dbias = fused_dense_ops.wgrad(dout, wide[..., :8], True)  # of few columns: the product is not tested here
         exact = dout.double().flatten(0, -2).sum(0)
         largest = dout.abs().float().flatten(0, -2).sum(0).max().item()
         assert_error_ratio(dbias, exact, dout.flatten(0, -2).sum(0), plus=unavoidable(exact, dbias.dtype, 4 * largest))
