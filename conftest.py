@@ -11,9 +11,9 @@ import os
 import re
 import runpy
 import sys
-import warnings
 import zlib
 
+import cases
 import pytest
 import torch
 
@@ -58,7 +58,11 @@ def pytest_runtest_makereport(item):
     return report
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "cpu" and EMULATOR not in config.stash:
+        for item in cases.repeated(items):
+            item.add_marker("slow")
     reasons = dict(line.split(": ", 1) for line in config.getini("markers"))
     missing = [name for name, available in _available(config).items() if not available]
     for item in items:
@@ -100,7 +104,10 @@ def device(request):
 def seeded(request, monkeypatch):
     """Give each test random numbers and emulated schedules of its own, the same in every run and in any order."""
     seed = zlib.crc32(request.node.nodeid.encode())
-    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.manual_seed(seed)
+    else:  # that would prepare the seeds of GPUs of three makers, for as long as many a test takes
+        torch.default_generator.manual_seed(seed)
     if EMULATOR in request.config.stash:
         request.config.stash[EMULATOR].begin_schedules(ctypes.c_uint64(seed))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # that of the test before, if it trained
@@ -111,12 +118,9 @@ def seeded(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def poisoned():
     """Let uninitialised memory read as NaN, so that a missing write cannot pass by luck."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+    if not torch.is_deterministic_algorithms_warn_only_enabled():  # or it is on, from the test before
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        yield
-        torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.fixture

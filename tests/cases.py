@@ -186,6 +186,43 @@ def sample(factors, make, *, valid=lambda row: True, wide=None, marks=lambda cas
     return params(cases + [(case, marks(case)) for case in (make(**row) for row in wide)])
 
 
+def repeated(items):
+    """The tests that repeat on the CPU what others compute there, and that wait for `-m slow` where no kernels run.
+
+    `@pytest.mark.same_on_cpu("head_dim", "deterministic")` says that these parameters of a test, or fields of a case
+    among them, choose a kernel on a GPU, and nothing where the reference or one Triton kernel computes them all. Of
+    tests that are equal in everything else one stays: the one in which most pairs of values meet for the first time.
+    """
+    groups = {}
+    for item in items:
+        mark = item.get_closest_marker("same_on_cpu")
+        if mark is not None:
+            values = _values_of(item)
+            unknown = set(mark.args) - values.keys()
+            if unknown:
+                raise ValueError(f"{item.nodeid}: same_on_cpu names {sorted(unknown)}, which are no parameters")
+            rest = tuple(pair for pair in values.items() if pair[0] not in mark.args)
+            pairs = set(itertools.combinations(values.items(), 2))
+            groups.setdefault(item.nodeid.split("[")[0], {}).setdefault(rest, []).append((item, pairs))
+    for of_a_test in groups.values():
+        seen = set()
+        for group in of_a_test.values():
+            kept, new = max(group, key=lambda member: len(member[1] - seen))
+            seen |= new
+            yield from (item for item, _ in group if item is not kept)
+
+
+def _values_of(item):
+    """The fields of a test's cases and its other parameters, which come after them, as text by name."""
+    values, others = {}, {}
+    for name, value in item.callspec.params.items():
+        if dataclasses.is_dataclass(value):
+            values |= {field.name: repr(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        else:
+            others[name] = repr(value)
+    return values | others
+
+
 def slow_or_cuda(case):
     """The marks of an attention problem in a wide sample: over long sequences a CPU takes too long."""
     long = case.seqlen_q * case.seqlen_k > 2**16 or max(case.seqlen_q, case.seqlen_k) > 1024
