@@ -187,29 +187,38 @@ def sample(factors, make, *, valid=lambda row: True, wide=None, marks=lambda cas
 
 
 def repeated(items):
-    """The tests that repeat on the CPU what others compute there, and that wait for `-m slow` where no kernels run.
+    """The tests that compute on the CPU what others do there, and that wait for `-m slow` where no kernels run.
 
     `@pytest.mark.same_on_cpu("head_dim", "deterministic")` says that these parameters of a test, or fields of a case
-    among them, choose a kernel on a GPU, and nothing where the reference or one Triton kernel computes them all. Of
-    tests that are equal in everything else one stays: the one in which most pairs of values meet for the first time.
+    among them, choose a kernel on a GPU, but nothing in the reference or in a kernel of Triton. On the CPU so many of
+    its tests stay that all pairs of values of the other parameters occur; where several would do, it is one with values
+    of the named ones that are new.
     """
-    groups = {}
+    tests = {}
     for item in items:
-        mark = item.get_closest_marker("same_on_cpu")
-        if mark is not None:
-            values = _values_of(item)
-            unknown = set(mark.args) - values.keys()
-            if unknown:
-                raise ValueError(f"{item.nodeid}: same_on_cpu names {sorted(unknown)}, which are no parameters")
-            rest = tuple(pair for pair in values.items() if pair[0] not in mark.args)
-            pairs = set(itertools.combinations(values.items(), 2))
-            groups.setdefault(item.nodeid.split("[")[0], {}).setdefault(rest, []).append((item, pairs))
-    for of_a_test in groups.values():
-        seen = set()
-        for group in of_a_test.values():
-            kept, new = max(group, key=lambda member: len(member[1] - seen))
-            seen |= new
-            yield from (item for item, _ in group if item is not kept)
+        if item.get_closest_marker("same_on_cpu") is not None:
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return [item for members in tests.values() for item in _beside_cover(members)]
+
+
+def _beside_cover(items):
+    """The items of one test that a pairwise cover of its parameters does without."""
+    named = set(items[0].get_closest_marker("same_on_cpu").args)
+    wanted, new = {}, {}
+    for item in items:
+        values = _values_of(item)
+        if named - values.keys():
+            raise ValueError(f"{item.nodeid}: same_on_cpu names {sorted(named - values.keys())}, which it has not")
+        others = [pair for pair in values.items() if pair[0] not in named]
+        wanted[item] = {*others, *itertools.combinations(others, 2)}
+        new[item] = {pair for pair in values.items() if pair[0] in named}
+    missing, seen, left = set().union(*wanted.values()), set(), list(items)
+    while missing:  # the best one of those that remain, whose number only decreases
+        best = max(left, key=lambda item: (len(wanted[item] & missing), len(new[item] - seen)))
+        missing -= wanted[best]
+        seen |= new[best]
+        left.remove(best)
+    return left
 
 
 def _values_of(item):
