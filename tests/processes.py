@@ -21,7 +21,9 @@ ON_GPUS = [
     pytest.param(4, marks=[pytest.mark.multi_gpu, pytest.mark.four_gpus]),  # so that -m multi_gpu selects both
 ]
 _TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor", "lightning", "families"]
+_PRELOADED = [
+    "torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor", "lightning", "families", "src.engines",
+]  # fmt: skip
 _GROUPS = {}  # (world, backend): the group in use
 
 

@@ -21,7 +21,7 @@ from src.utils.checkpoint import Checkpoint
 from training.tests.standins import DATA, SMALL
 
 ROOT = pathlib.Path(__file__).parents[2]
-TEXT = ROOT / "flash_attn"  # Python files, of which the test makes one text
+TEXT = "".join(file.read_text() for file in sorted((ROOT / "flash_attn" / "modules").rglob("*.py")))
 FOLDERS = {  # of a run, below logs/
     "default": "runs/*/*", "exp": "experiments/first", "debug": "debug/runs/*/*", "smoke": "debug/runs/*/*",
     "profile": "profile/runs/*/*",
@@ -39,13 +39,13 @@ def in_a_process(folder, *arguments):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """call(*arguments) runs run.main in this process, from an empty folder."""
+    """call(*arguments) runs run.main in this process, from an empty folder; a small run, if no others are given."""
     monkeypatch.chdir(tmp_path)
     for name in ("RESULT_DIR", "CHECKPOINT_DIR", "DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
 
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["run.py", *SMALL, *DATA, "trainer.accelerator=cpu", *arguments])
+    def call(*arguments, of_run=(*SMALL, *DATA)):
+        monkeypatch.setattr(sys, "argv", ["run.py", *of_run, "trainer.accelerator=cpu", *arguments])
         GlobalHydra.instance().clear()
         run.main()
 
@@ -64,27 +64,32 @@ def metrics(folder):
     return [{name: float(x) for name, x in zip(head, row) if x} for row in rows]
 
 
-def test_a_text_is_learned(tmp_path):
-    """Training in under a minute to less than the unigram entropy; then resumed to more steps, and evaluated."""
-    text = "".join(file.read_text() for file in sorted(TEXT.rglob("*.py")))
-    (tmp_path / "text.txt").write_text(text)
-    bytes_ = np.bincount(np.frombuffer(text.encode(), np.uint8)) / len(text.encode())
+def test_a_text_is_learned(tmp_path, here, capfd):
+    """Training of seconds to less than the unigram entropy; then resumed to more steps, and evaluated."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    bytes_ = np.bincount(np.frombuffer(TEXT.encode(), np.uint8)) / len(TEXT.encode())
     unigram = -sum(p * math.log(p) for p in bytes_ if p > 0)
-    arguments = ["experiment=tiny/text", "name=first", "datamodule.dataset_name=text.txt", "trainer.accelerator=cpu"]
+    arguments = [
+        "experiment=tiny/text", "name=first", "datamodule.dataset_name=text.txt", "datamodule.max_length=64",
+        "datamodule.batch_size=8", "train.global_batch_size=8",
+    ]  # fmt: skip
 
-    said = in_a_process(tmp_path, *arguments, "trainer.max_steps=60", "train.scheduler.t_initial=100")
+    said = in_a_process(
+        tmp_path, *arguments, "trainer.accelerator=cpu", "trainer.max_steps=60", "train.scheduler.t_initial=70"
+    )
     losses = [row for row in metrics(tmp_path / "logs") if "val/loss" in row]
     assert losses[-1]["val/loss"] < unigram and "Test metric" in said
     assert losses[-1]["val/ppl"] == pytest.approx(math.exp(losses[-1]["val/loss"]))
     last = tmp_path / "checkpoints" / "first" / "last.ckpt"
     assert Checkpoint(last).state["global_step"] == 60  # also if every_n_train_steps does not divide it
 
-    said = in_a_process(tmp_path, *arguments, "resume=True", "test_after_training=False")
-    assert f"Resuming from {last}" in said
+    here("resume=True", "test_after_training=False", "trainer.max_steps=70", of_run=arguments)
+    assert f"Resuming from {last}" in "".join(capfd.readouterr())
     state = Checkpoint(last).state
-    assert state["global_step"] == 100 and state["hyper_parameters"]["model"]["config"]["vocab_size"] == 257
+    assert state["global_step"] == 70 and state["hyper_parameters"]["model"]["config"]["vocab_size"] == 257
 
-    said = in_a_process(tmp_path, *arguments, "run=eval", f"eval.ckpt={last.relative_to(tmp_path)}")
+    here("run=eval", f"eval.ckpt={last.relative_to(tmp_path)}", of_run=arguments)
+    said = "".join(capfd.readouterr())
     (file,) = tmp_path.rglob("eval.json")
     results = json.loads(file.read_text())
     assert results["checkpoint"] == str(last) and results["val/loss"] < unigram
@@ -355,7 +360,7 @@ def test_environment_file(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     """Two ranks with half the batch each learn what one does with the whole."""
-    (tmp_path / "text.txt").write_text("".join(file.read_text() for file in sorted(TEXT.rglob("*.py"))))
+    (tmp_path / "text.txt").write_text(TEXT)
     losses = []
     for devices, batch in ((1, 16), (2, 8)):
         in_a_process(
