@@ -63,6 +63,10 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--device") == "cpu" and EMULATOR not in config.stash:
         for item in cases.repeated(items):
             item.add_marker("slow")
+    if not asks_for_slow(config.option.markexpr):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     reasons = dict(line.split(": ", 1) for line in config.getini("markers"))
     missing = [name for name, available in _available(config).items() if not available]
     for item in items:
@@ -72,11 +76,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many tests were skipped for each reason, in a line each."""
+    """How many tests were skipped for each reason, in a line each; and that some were left out."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} skipped: {reason}")
+    if not asks_for_slow(terminalreporter.config.option.markexpr):
+        terminalreporter.write_line("left out: tests marked slow, which -m slow runs")
 
 
 def _available(config):
@@ -86,7 +92,6 @@ def _available(config):
         "sm90": on_cuda and torch.cuda.get_device_capability() == (9, 0),
         "multi_gpu": on_cuda and torch.cuda.device_count() >= 2,
         "four_gpus": on_cuda and torch.cuda.device_count() >= 4,
-        "slow": asks_for_slow(config.option.markexpr),
     }
 
 

@@ -1,5 +1,6 @@
 """Test cases as data: one small dataclass, named edge cases, and samples in which every pair of values meets."""
 
+import collections
 import dataclasses
 import itertools
 import random
@@ -190,46 +191,46 @@ def repeated(items):
     """The tests that compute on the CPU what others do there, and that wait for `-m slow` where no kernels run.
 
     `@pytest.mark.same_on_cpu("head_dim", "deterministic")` says that these parameters of a test, or fields of a case
-    among them, choose a kernel on a GPU, but nothing in the reference or in a kernel of Triton. On the CPU so many of
-    its tests stay that all pairs of values of the other parameters occur; where several would do, it is one with values
-    of the named ones that are new.
+    among them, choose a kernel on a GPU, but nothing in the reference or in a kernel of Triton; "case" are all fields
+    of one. On the CPU so many of its tests stay that all pairs of values of the other parameters occur; where several
+    would do, the one whose values of the named parameters have occurred least.
     """
     tests = {}
     for item in items:
-        if item.get_closest_marker("same_on_cpu") is not None:
+        if item.get_closest_marker("same_on_cpu") and not any(map(item.get_closest_marker, ("slow", "cuda"))):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     return [item for members in tests.values() for item in _beside_cover(members)]
 
 
 def _beside_cover(items):
     """The items of one test that a pairwise cover of its parameters does without."""
-    named = set(items[0].get_closest_marker("same_on_cpu").args)
-    wanted, new = {}, {}
+    wanted, named, occurred = {}, {}, collections.Counter()
     for item in items:
-        values = _values_of(item)
-        if named - values.keys():
-            raise ValueError(f"{item.nodeid}: same_on_cpu names {sorted(named - values.keys())}, which it has not")
-        others = [pair for pair in values.items() if pair[0] not in named]
-        wanted[item] = {*others, *itertools.combinations(others, 2)}
-        new[item] = {pair for pair in values.items() if pair[0] in named}
-    missing, seen, left = set().union(*wanted.values()), set(), list(items)
-    while missing:  # the best one of those that remain, whose number only decreases
-        best = max(left, key=lambda item: (len(wanted[item] & missing), len(new[item] - seen)))
+        named[item], others = _values_of(item, item.get_closest_marker("same_on_cpu").args)
+        wanted[item] = {(), *others, *itertools.combinations(others, 2)}
+    missing, left = set().union(*wanted.values()), list(items)
+    while missing:
+        best = max(left, key=lambda item: (len(wanted[item] & missing), -sum(occurred[pair] for pair in named[item])))
         missing -= wanted[best]
-        seen |= new[best]
+        occurred.update(named[best])
         left.remove(best)
     return left
 
 
-def _values_of(item):
-    """The fields of a test's cases and its other parameters, which come after them, as text by name."""
-    values, others = {}, {}
+def _values_of(item, names):
+    """The (name, value as text) of those parameters of a test that have one of the names, and of the others."""
+    values = {}  # (parameter, its field or None): value; a parameter hides the field of a case that has its name
     for name, value in item.callspec.params.items():
         if dataclasses.is_dataclass(value):
-            values |= {field.name: repr(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            values |= {(name, field.name): getattr(value, field.name) for field in dataclasses.fields(value)}
         else:
-            others[name] = repr(value)
-    return values | others
+            values[name, None] = value
+    known = {name for key in values for name in key}
+    if not known.issuperset(names):
+        raise ValueError(f"{item.nodeid}: same_on_cpu names {sorted(set(names) - known)}, which it has not")
+    values = {key: repr(value) for key, value in values.items() if key[1] is None or (key[1], None) not in values}
+    named = {key for key in values if set(key) & set(names)}
+    return [pair for pair in values.items() if pair[0] in named], [pair for pair in values.items() if pair[0] not in named]
 
 
 def slow_or_cuda(case):

@@ -1,11 +1,13 @@
 """run.py as it is called: from text to a checkpoint and further, modes, and errors."""
 
 import errno
+import functools
 import json
 import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -282,6 +284,12 @@ def test_what_cannot_be_resumed(tmp_path, here, capfd):
 ZERO = ["optimizer=adamw-zero", "strategy=zero1"]
 
 
+@pytest.fixture(scope="module")
+def first_runs(tmp_path_factory):
+    """The folder of a run with these options, which are none or ZERO: each is trained once."""
+    return functools.cache(lambda options: tmp_path_factory.mktemp("first"))
+
+
 @pytest.mark.parametrize(
     ("first", "then", "says"),
     [
@@ -299,12 +307,16 @@ ZERO = ["optimizer=adamw-zero", "strategy=zero1"]
         ([], ["+train.optimizer.betas=[0.9,0.999]", "+train.optimizer.eps=1e-8"], None),
     ],
 )
-def test_options_that_a_resumed_run_keeps(first, then, says, here, capfd):
+def test_options_that_a_resumed_run_keeps(first, then, says, first_runs, here, tmp_path, capfd):
     """PyTorch restores an optimiser and a schedule with their options: a change of these would go unseen.
 
     Where another class has the same by default, nothing has changed.
     """
-    here("name=first", "test_after_training=False", *first)
+    trained = first_runs(tuple(first)) / "checkpoints"
+    if not trained.exists():
+        here("name=first", "test_after_training=False", *first)
+        shutil.copytree(tmp_path / "checkpoints", trained)
+    shutil.copytree(trained, tmp_path / "checkpoints", dirs_exist_ok=True)
     capfd.readouterr()
     here("name=first", "resume=True", "test_after_training=False", *then)
     said = "".join(capfd.readouterr())
