@@ -41,6 +41,12 @@ def over_processes(world, target, *args, backend="gloo"):
         raise
 
 
+def stop_all():
+    """The next test gets new processes. Each group that a test makes in them has threads, which never rest."""
+    while _GROUPS:
+        _GROUPS.popitem()[1].stop()
+
+
 def half_of(group):
     """The group of the first half of the processes, or of the second, whichever has this one."""
     ranks = torch.arange(dist.get_world_size(group)).chunk(2)

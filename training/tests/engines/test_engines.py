@@ -31,11 +31,18 @@ from src.optim.param_grouping import group_parameters_for_optimizer
 from src.tasks.seq import SequenceLMModel
 from src.utils.checkpoint import CheckpointError, load_checkpoint
 from src.utils.flops import train_flops_per_token
-from tests.processes import ON_GPUS, over_processes
+from tests.processes import ON_GPUS, over_processes, stop_all
 from training.tests.engines import tiny
 from training.tests.standins import small
 
 STEPS, GLOBAL_BATCH = 7, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_of_their_own():
+    """They make hundreds of groups."""
+    yield
+    stop_all()
 
 
 class Started(ClusterEnvironment):
@@ -108,9 +115,8 @@ def _zero(groups, **options):
     return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, eps=tiny.ADAM_EPS, **options)
 
 
-def gpt(dropout=0.0):
+def gpt(dropout=0.0, layers=2 if torch.cuda.is_available() else 1):  # a CPU takes seconds for each
     """A small decoder that 4 processes can share. Its keys have no bias: the gradient would be but rounding."""
-    layers = 2 if torch.cuda.is_available() else 1  # of which each takes a CPU seconds in a test
     config = GPT2Config(
         n_embd=32, n_layer=layers, n_head=4, n_positions=tiny.SEQLEN, vocab_size=tiny.VOCAB, activation_function="swiglu",
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0, lm_head_bias=True, qkv_proj_bias=False,
@@ -217,6 +223,7 @@ class Rotary(tiny.Model):
 
 MODELS["buffers"] = Rotary
 MODELS["deep"] = functools.partial(tiny.Model, width=32, layers=8)
+MODELS["deeper gpt"] = functools.partial(gpt, layers=2)
 
 
 def check_first_weights(group, folder):
@@ -261,7 +268,7 @@ class HostMemory(TorchDispatchMode):
 
 def check_host_memory(group, folder, name, tp):
     """No process but the first has more than its part of the model, and one whole tensor at a time."""
-    model = "deep" if tp == 1 else "gpt"
+    model = "deep" if tp == 1 else "deeper gpt"
     with HostMemory() as memory:
         task = fit(folder, name, group, max_steps=0, model=model, tp=tp, num_sanity_val_steps=0)
     sizes = [4 * x.numel() for x in MODELS[model]().parameters()]
