@@ -228,9 +228,11 @@ def _values_of(item, names):
     known = {name for key in values for name in key}
     if not known.issuperset(names):
         raise ValueError(f"{item.nodeid}: same_on_cpu names {sorted(set(names) - known)}, which it has not")
-    values = {key: repr(value) for key, value in values.items() if key[1] is None or (key[1], None) not in values}
-    named = {key for key in values if set(key) & set(names)}
-    return [pair for pair in values.items() if pair[0] in named], [pair for pair in values.items() if pair[0] not in named]
+    named, others = [], []
+    for key, value in values.items():
+        if key[1] is None or (key[1], None) not in values:
+            (others if set(key).isdisjoint(names) else named).append((key, repr(value)))
+    return named, others
 
 
 def slow_or_cuda(case):

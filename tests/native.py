@@ -63,7 +63,8 @@ class Library:
 def library(source, compiler):
     """`source` as a Library; loading one made by CUDA and calling its host functions takes no GPU.
 
-    source: path of a C++ or CUDA file. compiler: HOST, CUDA or CUDA_ON_THE_HOST. Skips the test if it must compile and cannot.
+    source: path of a C++ or CUDA file. compiler: HOST, CUDA or CUDA_ON_THE_HOST. Skips the test if it must compile and
+    cannot.
     """
     path = FOLDER / f"{source.stem}-{_digest(source, compiler)}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)

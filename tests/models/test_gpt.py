@@ -559,7 +559,9 @@ def test_fused_layers_are_the_plain_ones(name, device):
 
 def rope_model(**options):
     torch.manual_seed(0)
-    config = config_of(**LLAMA | FUSED | dict(n_head_kv=4, n_layer=1), rotary_emb_scaling=options, initializer_range=0.3)
+    config = config_of(
+        **LLAMA | FUSED | dict(n_head_kv=4, n_layer=1), rotary_emb_scaling=options, initializer_range=0.3
+    )
     return GPTLMHeadModel(config).eval()
 
 

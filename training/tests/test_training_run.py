@@ -16,11 +16,13 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException
+from omegaconf import OmegaConf
 
 import run
 from src.utils import checkpoint
 from src.utils.checkpoint import Checkpoint
-from training.tests.standins import DATA, SMALL
+from src.utils.errors import message_alone
+from training.tests.standins import DATA, SMALL, composed
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = "".join(file.read_text() for file in sorted((ROOT / "flash_attn" / "modules").rglob("*.py")))
@@ -159,7 +161,6 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run=generate"], "run=generate needs eval.ckpt, found none"),
         (["run=export", "eval.ckpt=x"], "run=export needs export.folder, found none"),
         (["datamodule.batch_size=0"], "datamodule.batch_size must be an integer of at least 1, found 0"),
         (["train.global_batch_size=-1"], "train.global_batch_size must be an integer of at least 1, found -1"),
@@ -170,7 +171,6 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
             ["callbacks.model_checkpoint.dirpath=/dev/null/x"],
             "model_checkpoint.dirpath must be a folder that can be written",
         ),
-        (["result_dir=/dev/null/x"], r"result_dir must be a folder that can be written to, found /dev/null/x/runs"),
         (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
@@ -187,10 +187,6 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
             ["strategy=ddp", "++trainer.strategy.static_grap=true"],
             r"\ntrainer.strategy.static_grap is no option of DDPStrategy: did you mean trainer.strategy.static_graph",
         ),
-        (
-            ["trainer.strategy.find_unused_parameters=true"],
-            "Could not override (.|\n)*trainer.strategy.find_unused_parameters with strategy=ddp or strategy=zero1",
-        ),
         (["trainer.max_steps=ten"], "trainer.max_steps must be an integer of at least -1, found 'ten'"),
         (["trainer.val_check_interval=0"], "trainer.val_check_interval must be more than 0, found 0"),
         (["name=../elsewhere"], r"name must be that of a folder in checkpoint_dir, found '\.\./elsewhere'"),
@@ -205,11 +201,29 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
             ["callbacks.model_checkpoint.monitor=val/los"],
             "monitor of ModelCheckpointMine must be one of val/loss, .*los'",
         ),
-        (["trainer.strategy=abc"], r"\ntrainer.strategy must be one of auto, .*, found 'abc'"),
         (["model.config.n_head=3"], r"\nconfig.n_embd must be a multiple of n_head"),
-        (["~model"], "model must have a _target_, found none"),
         (["run=eval", "~model"], "model must have a _target_, found none"),
         (["+train.warmstart.path=x"], "train.warmstart.path must be a checkpoint, found nothing at x"),
+    ],
+)
+def test_errors(arguments, says, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = composed(*SMALL, *DATA, "trainer.accelerator=cpu", *arguments)
+    OmegaConf.set_struct(config, False)
+    del config["hydra"]
+    with pytest.raises(Exception) as error:
+        run.run(config)
+    assert re.search(says, "\n" + message_alone(error.value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["result_dir=/dev/null/x"], r"result_dir must be a folder that can be written to, found /dev/null/x/runs"),
+        (
+            ["trainer.strategy.find_unused_parameters=true"],
+            "Could not override (.|\n)*trainer.strategy.find_unused_parameters with strategy=ddp or strategy=zero1",
+        ),
         (["model=null"], "model must be the name of an option, found null; ~model"),
         (["experiment=tiny/txt"], "Could not find 'experiment/tiny/txt'(.|\n)*did you mean tiny/text"),
         (["train.optimizer.lr=3e-3x"], r"\ntrain\.optimizer\.lr must be a number, found '3e-3x'"),
@@ -220,9 +234,13 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["++trainer.accumulate_grad_batches=2x"], r"\ntrainer\.accumulate_grad_batches must be an integer, .*'2x'"),
         (["trainer.val_check_interval=often"], r"val_check_interval must be a number or a time DD:HH:MM:SS, .*'often'"),
         (["trainer.max_step=3"], "Could not override 'trainer.max_step'(.|\n)*did you mean trainer.max_steps"),
+        (["run=generate"], "run=generate needs eval.ckpt, found none"),
+        (["~model"], "model must have a _target_, found none"),
+        (["trainer.strategy=abc"], r"\ntrainer.strategy must be one of auto, .*, found 'abc'"),
     ],
 )
-def test_errors(arguments, says, here, capfd):
+def test_errors_of_a_command(arguments, says, here, capfd):
+    """A message, without a stack: of the run, or of Hydra, followed by similar names."""
     with pytest.raises(SystemExit) as error:
         here(*arguments)
     said = capfd.readouterr().err
