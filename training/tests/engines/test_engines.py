@@ -122,7 +122,8 @@ def gpt(dropout=0.0, layers=LAYERS):
     """A small decoder that 4 processes can share. Its keys have no bias: the gradient would be but rounding."""
     config = GPT2Config(
         n_embd=32, n_layer=layers, n_head=4, n_positions=tiny.SEQLEN, vocab_size=tiny.VOCAB,
-        activation_function="swiglu", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0, lm_head_bias=True, qkv_proj_bias=False,
+        activation_function="swiglu", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0, lm_head_bias=True,
+        qkv_proj_bias=False,
     )  # fmt: skip
     return GPTLMHeadModel(config)
 
