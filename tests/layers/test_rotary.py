@@ -209,7 +209,7 @@ TRITON_CASES = params([(for_the_interpreter(case), marks) for case, marks in TRI
 
 
 @pytest.mark.parametrize("case", TRITON_CASES)
-@pytest.mark.same_on_cpu("dtype", "table")
+@pytest.mark.same_on_cpu("dtype", "table", "layout")
 def test_triton(case, device, with_triton):
     test_forward_and_gradient(case, device)
     test_in_place_is_the_same_in_its_own_memory(case, device)

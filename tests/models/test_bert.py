@@ -915,7 +915,9 @@ def test_signatures(name):
 # Graphs, the meta device, autocast
 
 
-@pytest.mark.parametrize("variant", ["plain", "flash", "fused", "last layer apart"])
+@pytest.mark.parametrize(
+    "variant", ["plain", pytest.param("flash", marks=pytest.mark.slow), "fused", "last layer apart"]
+)
 def test_compiles_whole(variant):
     layers = 2 if variant == "last layer apart" else 1
     model = randomised(bert.BertForPreTraining(config_of(**VARIANTS[variant], num_hidden_layers=layers))).eval()

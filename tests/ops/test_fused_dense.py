@@ -508,6 +508,7 @@ def test_modules_are_those_of_torch(device):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.same_on_cpu("dtype")
 def test_compiled(level, grad, dtype, device):
     mlp = FusedMLP(64, 128, 32, checkpoint_lvl=level, return_residual=True)
     dense = FusedDense(64, 32, return_residual=True)
