@@ -37,6 +37,7 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     # For small tensors one thread is as fast as more, and ten times faster where other work shares the cores.
     torch.set_num_threads(1)
+    cases.WIDE = asks_for_slow(config.option.markexpr)
     if config.getoption("--device") == "cpu":  # Triton looks when it is imported, which torch may do at any time
         os.environ.setdefault("TRITON_INTERPRET", "1")
     patterns = config.getoption("--emulate")

@@ -9,6 +9,7 @@ import zlib
 import pytest
 import torch
 
+WIDE = False  # whether samples are wide: conftest.py says so if -m asks for slow tests
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -181,10 +182,15 @@ def uncovered(rows, factors, *, valid=lambda row: True, tied=()):
 
 
 def sample(factors, make, *, valid=lambda row: True, wide=None, marks=lambda case: pytest.mark.slow):
-    """pytest parameters: `make(**row)` of a pairwise cover; and with `marks`, of the rows `wide` (200 random ones)."""
-    wide = random_rows(factors, 200, valid=valid, seed=1) if wide is None else wide
+    """pytest parameters: `make(**row)` of a pairwise cover; and if -m asks for slow tests, of a wider sample.
+
+    That has the rows of wide(), or 200 random ones, and the marks of marks(case).
+    """
     cases = [make(**row) for row in cover(factors, valid=valid)]
-    return params(cases + [(case, marks(case)) for case in (make(**row) for row in wide)])
+    if WIDE:
+        rows = wide() if wide else random_rows(factors, 200, valid=valid, seed=1)
+        cases += [(case, marks(case)) for case in (make(**row) for row in rows)]
+    return params(cases)
 
 
 def repeated(items):
