@@ -22,7 +22,8 @@ ON_GPUS = [
 ]
 _TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
 _PRELOADED = [
-    "torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor", "lightning", "families", "src.engines",
+    "torch", "torch.distributed", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.tensor",
+    "lightning", "families", "src.engines",
 ]  # fmt: skip
 _GROUPS = {}  # (world, backend): the group in use
 

@@ -645,8 +645,10 @@ def test_compiles_to_one_graph(name, dynamic, device):
     assert_same_but_for_rounding(differentiate(compiled, tensors), differentiate(function, tensors))
 
 
-@pytest.mark.parametrize("name", ["sink and bias", "sink"])
-@pytest.mark.same_on_cpu("name")
+IN_SECONDS = () if torch.cuda.is_available() else pytest.mark.slow  # a CPU has a compiler of C++ run for each kernel
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=IN_SECONDS) for name in ("sink", "sink and bias")])
 def test_compiles_with_inductor(name, device):
     """The compiler may leave out a rounding to 16 bits between two operations."""
     function, tensors = graph_calls(device)[name]

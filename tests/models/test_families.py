@@ -111,6 +111,7 @@ def test_state_dict_there_and_back(name, padding):
     keys = find_family(name=case.family).keys
     theirs = dict(reference.state_dict())
     ours = keys.remap(dict(theirs), gpt2_config)
+    assert set(ours) == set(GPTLMHeadModel(gpt2_config, device="meta").state_dict())
     back = keys.invert(ours, gpt2_config)
     if case.family == "opt":  # the positions that no token has
         theirs = copy.deepcopy(theirs)
@@ -143,15 +144,6 @@ def test_parts_of_a_state_dict(name):
         assert again.keys() == whole.keys()
         for key, tensor in whole.items():
             assert torch.equal(again[key], tensor), key
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_names_of_tensors(name):
-    keys = find_family(name=CASES[name].family).keys
-    _, reference, gpt2_config = CASES[name].build()
-    state_dict = keys.remap(dict(reference.state_dict()), gpt2_config)
-    assert set(state_dict) == set(GPTLMHeadModel(gpt2_config, device="meta").state_dict())
-    assert set(keys.invert(state_dict, gpt2_config)) == set(reference.state_dict())
 
 
 @pytest.mark.parametrize("name", [family.name for family in families()])

@@ -265,9 +265,10 @@ def test_divided_model_on_gpus(processes, tmp_path):
     over_processes(processes, check_all, [*CONFIGS], tmp_path, backend="nccl")
 
 
-@pytest.mark.parametrize(
-    "name", ["llama gqa", "falcon alibi", "falcon", "falcon alibi, multi-query", "bigcode", "qwen3", "gemma2"]
-)
+@pytest.mark.parametrize("name", [
+    "llama gqa", "falcon alibi, multi-query", "bigcode", "qwen3", "gemma2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon alibi", "falcon")),
+])  # fmt: skip
 def test_divided_families(name, tmp_path):
     for each in ("gpt2", name):
         torch.manual_seed(0)

@@ -333,11 +333,10 @@ def _flat(state):
     ("how", "world"),
     [
         ("ddp", 2),
-        ("ddp", 4),
         ("zero1", 2),
         ("fsdp", 2),
         ("fsdp_tp", 4),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("zero1", 4), ("zero2", 2), ("tp", 4))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", 4), ("zero1", 4), ("zero2", 2), ("tp", 4))),
     ],
 )
 def test_resumed_run_is_the_same(how, world, tmp_path):
@@ -669,7 +668,9 @@ def check_scale(group, folder, name, tp):
     torch.testing.assert_close(losses, torch.tensor(torch.load(folder / "gpt.pt")["losses"][:3]), rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("name, tp, world", [("fsdp", 1, 2), ("tp", 2, 2), ("fsdp", 2, 4)])
+@pytest.mark.parametrize(
+    "name, tp, world", [("fsdp", 1, 2), ("tp", 2, 2), pytest.param("fsdp", 2, 4, marks=pytest.mark.slow)]
+)
 def test_one_scale_of_the_loss(name, tp, world, serial):
     over_processes(world, check_scale, serial, name, tp)
 
