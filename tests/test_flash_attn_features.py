@@ -81,7 +81,7 @@ def test_sample_has_every_pair_of_values():
 
 
 @pytest.mark.parametrize("case", params(make(**row) for row in ROWS))
-@pytest.mark.same_on_cpu("head_dim", "head_dim_v", "dtype", "deterministic")
+@pytest.mark.same_on_cpu("seqlen_q", "seqlen_k", "heads", "heads_k", "head_dim", "head_dim_v", "dtype", "deterministic")
 def test_sample(case, device):
     case.check(torch.device(device))
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
+from processes import ON_GPUS, over_processes, stop_all
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -31,7 +32,6 @@ from src.optim.param_grouping import group_parameters_for_optimizer
 from src.tasks.seq import SequenceLMModel
 from src.utils.checkpoint import CheckpointError, load_checkpoint
 from src.utils.flops import train_flops_per_token
-from tests.processes import ON_GPUS, over_processes, stop_all
 from training.tests.engines import tiny
 from training.tests.standins import small
 
