@@ -30,7 +30,7 @@ train: $(VENV)/for-train $(VENV)/kernels ## train a small GPT, stop, resume, eva
 	$(RUN) training/first_run.py $(TRAIN_ARGS)
 
 test: $(VENV)/for-test $(VENV)/kernels ## run the tests that this machine can run, 20 minutes on two cores; PYTEST_ARGS="-m slow": the slow ones
-	$(RUN) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too: half an hour on two slow cores; needs nvcc
 	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace

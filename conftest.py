@@ -11,9 +11,9 @@ import os
 import re
 import runpy
 import sys
-import warnings
 import zlib
 
+import cases
 import pytest
 import torch
 
@@ -37,6 +37,7 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     # For small tensors one thread is as fast as more, and ten times faster where other work shares the cores.
     torch.set_num_threads(1)
+    cases.WIDE = asks_for_slow(config.option.markexpr)
     if config.getoption("--device") == "cpu":  # Triton looks when it is imported, which torch may do at any time
         os.environ.setdefault("TRITON_INTERPRET", "1")
     patterns = config.getoption("--emulate")
@@ -58,7 +59,15 @@ def pytest_runtest_makereport(item):
     return report
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "cpu" and EMULATOR not in config.stash:
+        for item in cases.repeated(items):
+            item.add_marker("slow")
+    if not asks_for_slow(config.option.markexpr):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     reasons = dict(line.split(": ", 1) for line in config.getini("markers"))
     missing = [name for name, available in _available(config).items() if not available]
     for item in items:
@@ -68,11 +77,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many tests were skipped for each reason, in a line each."""
+    """How many tests were skipped for each reason, in a line each; and that some were left out."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} skipped: {reason}")
+    if not asks_for_slow(terminalreporter.config.option.markexpr):
+        terminalreporter.write_line("left out: tests marked slow, which -m slow runs")
 
 
 def _available(config):
@@ -82,7 +93,6 @@ def _available(config):
         "sm90": on_cuda and torch.cuda.get_device_capability() == (9, 0),
         "multi_gpu": on_cuda and torch.cuda.device_count() >= 2,
         "four_gpus": on_cuda and torch.cuda.device_count() >= 4,
-        "slow": asks_for_slow(config.option.markexpr),
     }
 
 
@@ -100,7 +110,10 @@ def device(request):
 def seeded(request, monkeypatch):
     """Give each test random numbers and emulated schedules of its own, the same in every run and in any order."""
     seed = zlib.crc32(request.node.nodeid.encode())
-    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.manual_seed(seed)
+    else:  # that would prepare the seeds of GPUs of three makers, for as long as many a test takes
+        torch.default_generator.manual_seed(seed)
     if EMULATOR in request.config.stash:
         request.config.stash[EMULATOR].begin_schedules(ctypes.c_uint64(seed))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # that of the test before, if it trained
@@ -111,12 +124,9 @@ def seeded(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def poisoned():
     """Let uninitialised memory read as NaN, so that a missing write cannot pass by luck."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+    if not torch.is_deterministic_algorithms_warn_only_enabled():  # or it is on, from the test before
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        yield
-        torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Attention over a cache: its arguments as data."""
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -202,6 +203,10 @@ def make_case(lengths, new, heads, window, rotary, cache_seqlens, **rest):
     )
 
 
-ROWS = covering_sample(FACTORS, 700, valid=possible)
-SAMPLE = sample(SMALL, make_case, valid=possible, wide=ROWS, marks=slow_or_cuda)
+@functools.cache
+def wide_rows():
+    return covering_sample(FACTORS, 700, valid=possible)
+
+
+SAMPLE = sample(SMALL, make_case, valid=possible, wide=wide_rows, marks=slow_or_cuda)
 NAMED_CASES = [pytest.param(case, id=name) for name, case in NAMED.items()]

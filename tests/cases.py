@@ -1,5 +1,6 @@
 """Test cases as data: one small dataclass, named edge cases, and samples in which every pair of values meets."""
 
+import collections
 import dataclasses
 import itertools
 import random
@@ -8,6 +9,7 @@ import zlib
 import pytest
 import torch
 
+WIDE = False  # whether samples are wide: conftest.py says so if -m asks for slow tests
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -180,10 +182,63 @@ def uncovered(rows, factors, *, valid=lambda row: True, tied=()):
 
 
 def sample(factors, make, *, valid=lambda row: True, wide=None, marks=lambda case: pytest.mark.slow):
-    """pytest parameters: `make(**row)` of a pairwise cover; and with `marks`, of the rows `wide` (200 random ones)."""
-    wide = random_rows(factors, 200, valid=valid, seed=1) if wide is None else wide
+    """pytest parameters: `make(**row)` of a pairwise cover; and if -m asks for slow tests, of a wider sample.
+
+    That has the rows of wide(), or 200 random ones, and the marks of marks(case).
+    """
     cases = [make(**row) for row in cover(factors, valid=valid)]
-    return params(cases + [(case, marks(case)) for case in (make(**row) for row in wide)])
+    if WIDE:
+        rows = wide() if wide else random_rows(factors, 200, valid=valid, seed=1)
+        cases += [(case, marks(case)) for case in (make(**row) for row in rows)]
+    return params(cases)
+
+
+def repeated(items):
+    """The tests that compute on the CPU what others do there, and that wait for `-m slow` where no kernels run.
+
+    `@pytest.mark.same_on_cpu("head_dim", "deterministic")` says that these parameters of a test, or fields of a case
+    among them, choose a kernel on a GPU, but nothing in the reference or in a kernel of Triton; "case" are all fields
+    of one. On the CPU so many of its tests stay that all pairs of values of the other parameters occur; where several
+    would do, the one whose values of the named parameters have occurred least.
+    """
+    tests = {}
+    for item in items:
+        if item.get_closest_marker("same_on_cpu") and not any(map(item.get_closest_marker, ("slow", "cuda"))):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return [item for members in tests.values() for item in _beside_cover(members)]
+
+
+def _beside_cover(items):
+    """The items of one test that a pairwise cover of its parameters does without."""
+    wanted, named, occurred = {}, {}, collections.Counter()
+    for item in items:
+        named[item], others = _values_of(item, item.get_closest_marker("same_on_cpu").args)
+        wanted[item] = {(), *others, *itertools.combinations(others, 2)}
+    missing, left = set().union(*wanted.values()), list(items)
+    while missing:
+        best = max(left, key=lambda item: (len(wanted[item] & missing), -sum(occurred[pair] for pair in named[item])))
+        missing -= wanted[best]
+        occurred.update(named[best])
+        left.remove(best)
+    return left
+
+
+def _values_of(item, names):
+    """The (name, value as text) of those parameters of a test that have one of the names, and of the others."""
+    values = {}  # (parameter, its field or None): value; a parameter hides the field of a case that has its name
+    for name, value in item.callspec.params.items():
+        if dataclasses.is_dataclass(value):
+            values |= {(name, field.name): getattr(value, field.name) for field in dataclasses.fields(value)}
+        else:
+            values[name, None] = value
+    known = {name for key in values for name in key}
+    if not known.issuperset(names):
+        raise ValueError(f"{item.nodeid}: same_on_cpu names {sorted(set(names) - known)}, which it has not")
+    named, others = [], []
+    for key, value in values.items():
+        if key[1] is None or (key[1], None) not in values:
+            (others if set(key).isdisjoint(names) else named).append((key, repr(value)))
+    return named, others
 
 
 def slow_or_cuda(case):

@@ -21,15 +21,15 @@ CSRC = ROOT / "csrc"
 FOLDER = ROOT / "build" / "tests"
 
 HOST = (os.environ.get("CXX", "g++"), "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror")
-CUDA = (
+_NVCC = (
     "nvcc",
     "-O2",
     "-Xcompiler=-fPIC",
     "-Werror=all-warnings",
     "--expt-relaxed-constexpr",  # tests on the host call constexpr functions of the device
-    "-gencode=arch=compute_80,code=[compute_80,sm_80]",
-    "-gencode=arch=compute_90a,code=sm_90a",
 )
+CUDA = (*_NVCC, "-gencode=arch=compute_80,code=[compute_80,sm_80]", "-gencode=arch=compute_90a,code=sm_90a")
+CUDA_ON_THE_HOST = (*_NVCC, "-gencode=arch=compute_90a,code=compute_90a")  # whose kernels are not made, nor called
 
 
 class Library:
@@ -63,7 +63,8 @@ class Library:
 def library(source, compiler):
     """`source` as a Library; loading one made by CUDA and calling its host functions takes no GPU.
 
-    source: path of a C++ or CUDA file. compiler: HOST or CUDA. Skips the test if it must compile and cannot.
+    source: path of a C++ or CUDA file. compiler: HOST, CUDA or CUDA_ON_THE_HOST. Skips the test if it must compile and
+    cannot.
     """
     path = FOLDER / f"{source.stem}-{_digest(source, compiler)}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)

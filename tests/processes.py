@@ -21,7 +21,10 @@ ON_GPUS = [
     pytest.param(4, marks=[pytest.mark.multi_gpu, pytest.mark.four_gpus]),  # so that -m multi_gpu selects both
 ]
 _TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
-_PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "lightning"]
+_PRELOADED = [
+    "torch", "torch.distributed", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.tensor",
+    "lightning", "families", "src.engines",
+]  # fmt: skip
 _GROUPS = {}  # (world, backend): the group in use
 
 
@@ -37,6 +40,12 @@ def over_processes(world, target, *args, backend="gloo"):
     except BaseException:  # the other processes may wait for the one that failed: the next test gets new ones
         _GROUPS.pop((world, backend)).stop()
         raise
+
+
+def stop_all():
+    """The next test gets new processes. Each group that a test makes in them has threads, which never rest."""
+    while _GROUPS:
+        _GROUPS.popitem()[1].stop()
 
 
 def half_of(group):

@@ -310,7 +310,7 @@ def test_trees_take_turns(tmp_path, monkeypatch, capsys):
     assert head == ["case", "round", root, root] and [row[1] for row in measured] == ["0", "1"] * 2
     assert all(float(time) > 0 for row in measured for time in row[2:])
 
-    monkeypatch.setattr(sys, "argv", ["", root, root, "rotary", "nothing", *options])
+    monkeypatch.setattr(sys, "argv", ["", root, "rotary", "nothing", *options])
     with pytest.raises(SystemExit, match="no case that all trees have matches 'nothing'"):
         trees.main()
     monkeypatch.setattr(sys, "argv", ["", root, str(tmp_path), "rotary", "*", *options])

@@ -34,7 +34,7 @@ def host():
 
 @pytest.fixture(scope="module")
 def instances():
-    return native.library(HERE / "instance_probe.cu", native.CUDA)
+    return native.library(HERE / "instance_probe.cu", native.CUDA_ON_THE_HOST)
 
 
 def numbers(library, count, name, *args):
@@ -68,7 +68,7 @@ def test_head_dims_of_keys_and_values(host):
 @pytest.mark.parametrize("dtype", [1, 2], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("head_dim, head_dim_v", HOPPER_HEAD_DIMS)
 def test_an_instance_that_is_left_out_raises(head_dim, head_dim_v, dtype):
-    dispatch = native.library(HERE / "dispatch_probe.cu", native.CUDA)
+    dispatch = native.library(HERE / "dispatch_probe.cu", native.CUDA_ON_THE_HOST)
     calls = [*(("run_fwd_instance", kernel) for kernel in KERNELS), *(("run_bwd_instance", on) for on in (False, True))]
     for name, *args in calls:
         with pytest.raises(RuntimeError, match="leaves out the instance"):
@@ -249,7 +249,7 @@ def test_backward_tile(host, head_dim, compact):
 @pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
 def test_backward_blocks_fit_every_gpu(host, head_dim, plain):
     """The compact tiles where the others do not."""
-    instances = native.library(HERE / "bwd_probe.cu", native.CUDA)
+    instances = native.library(HERE / "bwd_probe.cu", native.CUDA_ON_THE_HOST)
     largest = SHARED_BYTES["8.0" if head_dim == 512 else "9.0, 10.0"]
     for compact, limit in ((True, min(SHARED_BYTES.values())), (False, largest)):
         shared_bytes, threads = numbers(instances, 2, "find_bwd_sizes", head_dim, plain, compact)
@@ -283,7 +283,7 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_backward_blocks_fit_sm90(head_dim, features):
-    instances = native.library(HERE / "bwd_probe.cu", native.CUDA)
+    instances = native.library(HERE / "bwd_probe.cu", native.CUDA_ON_THE_HOST)
     shared_bytes, threads = numbers(instances, 2, "find_bwd_sm90_sizes", head_dim, features)
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert threads == 3 * 128

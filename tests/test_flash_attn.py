@@ -68,15 +68,19 @@ NAMED = {
 }
 
 
-ROWS = covering_sample(FACTORS, 1800, valid=possible)
+@functools.cache
+def wide_rows():
+    return covering_sample(FACTORS, 1800, valid=possible)
 
 
+@pytest.mark.slow
 def test_sample_has_every_pair_of_values():
     tied = "lengths", "heads", "deterministic", "varlen", "packing", "page", "dlse"
-    assert not uncovered(ROWS, FACTORS, valid=possible, tied=tied)
+    assert not uncovered(wide_rows(), FACTORS, valid=possible, tied=tied)
 
 
-@pytest.mark.parametrize("case", sample(SMALL, make_problem, valid=possible, wide=ROWS, marks=slow_or_cuda))
+@pytest.mark.parametrize("case", sample(SMALL, make_problem, valid=possible, wide=wide_rows, marks=slow_or_cuda))
+@pytest.mark.same_on_cpu("head_dim", "dtype", "deterministic")
 def test_sample(case, device, memory_guard):
     if max(case.seqlen_q, case.seqlen_k) > 2048:
         memory_guard(2**34)
@@ -202,6 +206,7 @@ SEVERAL_BLOCKS_OF_KEYS = [
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", params(SEVERAL_BLOCKS_OF_KEYS))
+@pytest.mark.same_on_cpu("case", "deterministic")
 def test_dq_adds_up_over_blocks_of_keys(case, deterministic, varlen, device):
     """One or several of them, and whatever was in the memory where it is added up."""
     for elements in (2**18, 2**20, 2**22) if device.type == "cuda" else ():
@@ -230,6 +235,7 @@ FEW_BLOCKS_OF_KEYS = [
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", params(FEW_BLOCKS_OF_KEYS))
+@pytest.mark.same_on_cpu("case", "deterministic")
 def test_thread_blocks_share_a_block_of_keys(case, deterministic, varlen, device):
     """Packed entries, of which some may be empty, also leave some of their keys out, whose gradients are 0."""
     for elements in (2**18, 2**20, 2**22) if device.type == "cuda" else ():
@@ -594,6 +600,7 @@ def test_special_values_stay_in_their_rows(value, device):
 
 @pytest.mark.parametrize("key", [25, 153, 299])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.same_on_cpu("head_dim")
 def test_a_key_that_is_nan_spoils_all_rows(head_dim, key, device):
     case = Case(seqlen_q=70, seqlen_k=300, head_dim=head_dim)
     q, k, v, _ = case.tensors(device)
@@ -604,6 +611,7 @@ def test_a_key_that_is_nan_spoils_all_rows(head_dim, key, device):
 @pytest.mark.parametrize("rise", [3.0, 40.0, 3000.0, -40.0])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.same_on_cpu("head_dim")
 def test_scores_that_rise_from_block_to_block(head_dim, dtype, rise, device):
     """Kernels start with the last keys, and keep a row's maximum until a later score exceeds it by much."""
     case = Case(seqlen_q=100, seqlen_k=1000, head_dim=head_dim, dtype=dtype)
@@ -616,6 +624,7 @@ def test_scores_that_rise_from_block_to_block(head_dim, dtype, rise, device):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("spoilt", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.same_on_cpu("head_dim")
 def test_varlen_a_token_spoils_its_entry_alone(head_dim, spoilt, value, device):
     """Also where tiles of its rows or keys reach into the entries before and after it."""
     bounds = [0, 70, 160, 300]
@@ -711,6 +720,7 @@ def test_gradients_of_rows_with_one_large_weight(seqlen_k, alpha, dtype, device)
 
 @pytest.mark.parametrize("softcap", [1e4, 1e5, 1e6])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.same_on_cpu("head_dim")
 def test_gradients_of_large_softcaps_are_exact(head_dim, softcap, device):
     """Without a cap the gradients are the same but for rounding; a probability that is off by 1e-2 would show."""
     case = Case(seqlen_q=200, seqlen_k=150, head_dim=head_dim, softcap=softcap, heads_k=2, causal=True)
@@ -726,6 +736,7 @@ def test_gradients_of_large_softcaps_are_exact(head_dim, softcap, device):
 
 @pytest.mark.parametrize("quarter", [10, 100])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.same_on_cpu("head_dim")
 def test_a_key_that_no_row_sees_may_be_nan(head_dim, quarter, device):
     """Few rows, and as many as take the kernels for sm_90."""
     case = Case(seqlen_q=2 * quarter, seqlen_k=4 * quarter, head_dim=head_dim, causal=True, window=(quarter, 0))
@@ -761,6 +772,7 @@ def test_backward_of_rows_without_keys_whatever_they_hold(lse, device):
 
 @pytest.mark.parametrize("packing", ["", "kv", "qkv"])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+@pytest.mark.same_on_cpu("head_dim")
 def test_gradients_into_lazy_clones(head_dim, packing, device):
     """A copy on write gets memory of its own when it is written; what it was cloned from stays."""
     case = Case(seqlen_q=130, seqlen_k=130, head_dim=head_dim, causal=True)

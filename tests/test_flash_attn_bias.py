@@ -70,6 +70,7 @@ def in_kernels(device, monkeypatch):
 
 
 @pytest.mark.parametrize("case, portable", [(make(**row), row["portable"]) for row in ROWS], ids=str)
+@pytest.mark.same_on_cpu("portable", "seqlen_q", "seqlen_k", "heads", "heads_k", "head_dim", "dtype", "deterministic")
 def test_sample(case, portable, device, monkeypatch, in_kernels):
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     case.check(device)
@@ -78,6 +79,7 @@ def test_sample(case, portable, device, monkeypatch, in_kernels):
 @pytest.mark.parametrize("bias", ["all", "heads", "keys", "bool"])
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("head_dim, head_dim_v", [(96, 0), (192, 0), (192, 128), (256, 0), (40, 136), (512, 0)])
+@pytest.mark.same_on_cpu("portable", "head_dim", "head_dim_v")
 def test_head_dims(head_dim, head_dim_v, portable, bias, device, monkeypatch, in_kernels):
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     Featured(2, 150, 170, 4, 2, head_dim, head_dim_v=head_dim_v, causal=True, bias=bias).check(device)
@@ -116,6 +118,7 @@ def test_sample_of_tiles_has_every_pair_of_values():
 
 
 @pytest.mark.parametrize("case", [make(**row, portable=False) for row in TILED_ROWS], ids=str)
+@pytest.mark.same_on_cpu("case")
 def test_sample_of_tiles(case, device, in_kernels):
     case.check(device)
 

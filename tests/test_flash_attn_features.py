@@ -81,6 +81,7 @@ def test_sample_has_every_pair_of_values():
 
 
 @pytest.mark.parametrize("case", params(make(**row) for row in ROWS))
+@pytest.mark.same_on_cpu("seqlen_q", "seqlen_k", "heads", "heads_k", "head_dim", "head_dim_v", "dtype", "deterministic")
 def test_sample(case, device):
     case.check(torch.device(device))
 
@@ -92,6 +93,7 @@ FEW_KEYS = FACTORS | dict(
 
 
 @pytest.mark.parametrize("case", params(make(**row) for row in cover(FEW_KEYS, valid=possible)))
+@pytest.mark.same_on_cpu("case")
 def test_few_keys(case, device):
     case.check(torch.device(device))
 
@@ -636,13 +638,17 @@ def differentiate(function, tensors):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", GRAPH_CALLS)
+@pytest.mark.same_on_cpu("dynamic")
 def test_compiles_to_one_graph(name, dynamic, device):
     function, tensors = graph_calls(device)[name]
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     assert_same_but_for_rounding(differentiate(compiled, tensors), differentiate(function, tensors))
 
 
-@pytest.mark.parametrize("name", ["sink", "sink and bias"])
+IN_SECONDS = () if torch.cuda.is_available() else pytest.mark.slow  # a CPU has a compiler of C++ run for each kernel
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=IN_SECONDS) for name in ("sink", "sink and bias")])
 def test_compiles_with_inductor(name, device):
     """The compiler may leave out a rounding to 16 bits between two operations."""
     function, tensors = graph_calls(device)[name]

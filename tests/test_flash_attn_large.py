@@ -24,6 +24,7 @@ from flash_attn import (
     dict(batch=70_000, heads=1, heads_k=1, alibi="bh"), dict(batch=1, heads=70_000, heads_k=70_000, alibi="h"),
     pytest.param(dict(batch=20_000, heads=8, heads_k=2, dropout_p=0.2), marks=[pytest.mark.slow, pytest.mark.cuda]),
 ], ids=str)  # fmt: skip
+@pytest.mark.same_on_cpu("shape")
 def test_more_than_65535_entries_or_heads(shape, device):
     """With dropout, S_dmask has more than 2^31 elements: 128 x 128 for each entry and head."""
     case = Case(seqlen_q=2, seqlen_k=3, head_dim=8, causal=True, **shape)

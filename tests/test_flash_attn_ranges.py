@@ -92,6 +92,7 @@ def assert_is_attention(out, lse, inputs, ranges, **options):
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("heads_k", [4, 1])
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.same_on_cpu("portable", "heads_k")
 def test_masks(name, heads_k, portable, device, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     inputs = inputs_of(Case(seqlen_q=SEQLEN, seqlen_k=SEQLEN, heads_k=heads_k), device)

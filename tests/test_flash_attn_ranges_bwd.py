@@ -60,6 +60,7 @@ FACTORS = dict(
 
 
 @pytest.mark.parametrize("name, sizes, deterministic, portable", [tuple(row.values()) for row in cover(FACTORS)])
+@pytest.mark.same_on_cpu("portable", "deterministic", "sizes")
 def test_gradients(name, sizes, deterministic, portable, device, monkeypatch):
     """Rows that see nothing, and keys that no row sees, hold NaN."""
     head_dim, heads_k = sizes
@@ -135,6 +136,7 @@ def test_ranges_that_say_causal(head_dim, seqlen_q, portable, device, request, m
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("ranges, sink", [("2", ""), ("2h", "fp32")])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.same_on_cpu("portable", "deterministic", "head_dim")
 def test_packed_entries(head_dim, ranges, sink, deterministic, portable, device, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     case = Featured(4, 200, 333, 4, 2, head_dim, ranges=ranges, sink=sink, varlen=True, deterministic=deterministic)

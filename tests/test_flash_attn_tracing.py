@@ -68,6 +68,7 @@ def differentiate(function, tensors):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", GRAPH_CALLS)
+@pytest.mark.same_on_cpu("dynamic")
 def test_compiles_to_one_graph(name, dynamic, device):
     function, tensors = graph_calls(device)[name]
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")

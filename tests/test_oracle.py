@@ -1,11 +1,12 @@
-"""The suite's own tools: the oracle against torch, the covering sample, and that a wrong result is noticed."""
+"""The suite's own tools: the oracle against torch, samples, what is left out, and that a wrong result is noticed."""
 
 import itertools
+import types
 
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, Case, cover, laid_out
+from cases import LAYOUTS, Case, cover, laid_out, repeated
 from compare import assert_error_ratio
 
 
@@ -82,3 +83,42 @@ def test_a_wrong_element_is_reported(wrong):
     ours[2, 3] += wrong
     with pytest.raises(AssertionError, match=r"out: .*(\n.*)?\(2, 3\)"):
         assert_error_ratio(ours, exact, baseline=exact.bfloat16(), name="out")
+
+
+class Item(types.SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def items_of(parameters, *names):
+    """Tests as pytest has them, of all combinations of the parameters' values, whose marker has the names."""
+    mark = types.SimpleNamespace(args=names)
+    return [
+        Item(
+            nodeid=f"test[{number}]",
+            callspec=types.SimpleNamespace(params=dict(zip(parameters, values))),
+            get_closest_marker=dict(same_on_cpu=mark).get,
+        )
+        for number, values in enumerate(itertools.product(*parameters.values()))
+    ]
+
+
+def test_what_repeats_others_on_the_cpu():
+    """All pairs of values of the other parameters stay, and all values of those that the marker names."""
+    cases = [Case(head_dim=head_dim, causal=causal) for head_dim in (64, 128) for causal in (False, True)]
+    items = items_of(dict(case=cases, kernel="abc", varlen=[False, True]), "head_dim", "kernel")
+    left_out = repeated(items)
+    kept = [item.callspec.params for item in items if item not in left_out]
+    pairs = {(each["case"].causal, each["varlen"]) for each in kept}
+    assert len(kept) == len(pairs) == 4
+    assert {each["case"].head_dim for each in kept} == {64, 128} and {each["kernel"] for each in kept} == set("abc")
+
+
+def test_of_tests_that_differ_in_a_case_alone_one_stays():
+    items = items_of(dict(case=[Case(seqlen_q=n) for n in range(5)]), "case")
+    assert len(repeated(items)) == 4
+
+
+def test_a_marker_that_names_no_parameter():
+    items = items_of(dict(varlen=[False, True]), "valren")
+    with pytest.raises(ValueError, match=r"test\[0\]: same_on_cpu names \['valren'\], which it has not"):
+        repeated(items)

@@ -134,11 +134,12 @@ std::string Block::who_waits() const {
 
 // A round: resumes each thread once. Warps come in random order; the lanes of a warp follow one another, from a random
 // one on, so that warp-wide instructions complete soon. Now and then a warp is not resumed for some rounds, while the
-// others run as far ahead as they can.
+// others run as far ahead as they can; but not where no thread of the block can run: a warp that stands still counts as
+// progress, and a deadlock would last for ever.
 void Block::let_all_threads_run() {
   constexpr int kRarely = 16, kLongest = 64;
   const int count = threads.size(), warps = (count + 31) / 32;
-  if (random() % kRarely == 0) stands_still[random() % warps] = random() % kLongest;
+  if (!stuck && random() % kRarely == 0) stands_still[random() % warps] = random() % kLongest;
   std::vector<int> order(warps);
   for (int warp = 0; warp < warps; ++warp) {
     order[warp] = warp;
@@ -188,7 +189,8 @@ void Block::run(const std::function<void()>& kernel) {
     const bool alone = running == 1;  // read before the round: another block might unblock this one and end meanwhile
     let_all_threads_run();
     if (random() % 4 == 0) finish_a_copy();
-    if (progress != before || finish_a_copy()) {
+    stuck = progress == before && !finish_a_copy();
+    if (!stuck) {
       last_progress = Clock::now();
       continue;
     }

@@ -89,6 +89,7 @@ struct Block {
   uint64_t random_state;
   std::vector<int> stands_still;  // for how many more rounds each warp is not scheduled
   int64_t progress = 0;           // counts events that may let a waiting thread continue; none for long: a deadlock
+  bool stuck = false;             // the last round has brought none
   jmp_buf scheduler;
 
   uint64_t random();

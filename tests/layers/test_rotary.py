@@ -209,6 +209,7 @@ TRITON_CASES = params([(for_the_interpreter(case), marks) for case, marks in TRI
 
 
 @pytest.mark.parametrize("case", TRITON_CASES)
+@pytest.mark.same_on_cpu("dtype", "table", "layout")
 def test_triton(case, device, with_triton):
     test_forward_and_gradient(case, device)
     test_in_place_is_the_same_in_its_own_memory(case, device)
@@ -582,6 +583,7 @@ class ProjectedForModule(Projected):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("name", [*IN_PLACE, "module"])
+@pytest.mark.same_on_cpu("mode", "strict")
 def test_exported_in_place_on_a_view(name, mode, strict, device):
     """The program can be trained, whatever the mode in which it was exported."""
     model = ProjectedForModule(device) if name == "module" else Projected(name, device)

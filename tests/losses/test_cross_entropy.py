@@ -628,6 +628,7 @@ TRITON_CASES = params([(for_the_interpreter(*param.values), param.marks) for par
 
 
 @pytest.mark.parametrize("case", TRITON_CASES)
+@pytest.mark.same_on_cpu("dtype", "labels", "layout")
 def test_triton(case, device, triton_kernels):
     logits, labels, dlosses = case.draw(device)
     options = *case.options.values(), -100, 0, case.vocab

@@ -915,9 +915,12 @@ def test_signatures(name):
 # Graphs, the meta device, autocast
 
 
-@pytest.mark.parametrize("variant", ["plain", "flash", "fused", "last layer apart"])
+@pytest.mark.parametrize(
+    "variant", ["plain", pytest.param("flash", marks=pytest.mark.slow), "fused", "last layer apart"]
+)
 def test_compiles_whole(variant):
-    model = randomised(bert.BertForPreTraining(config_of(**VARIANTS[variant]))).eval()
+    layers = 2 if variant == "last layer apart" else 1
+    model = randomised(bert.BertForPreTraining(config_of(**VARIANTS[variant], num_hidden_layers=layers))).eval()
     inputs, mask = batch_of()
     labels, follows = masked_labels(mask, 0), torch.tensor([0, 1, 1, 0])
 
@@ -930,7 +933,7 @@ def test_compiles_whole(variant):
     # How many tokens there are is known to the graph as a number that stays open.
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        for given in (inputs, {"input_ids": inputs["input_ids"]}):
+        for given in (inputs, {"input_ids": inputs["input_ids"]})[: 2 if variant == "plain" else 1]:
             found, expected = (loss_and_gradients(function, given) for function in (compiled, model))
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -36,6 +36,7 @@ from flash_attn.utils import pretrained
 
 pytest.importorskip("safetensors")
 IN_TRANSFORMERS = [name for name in CASES if not name.startswith(("btlm", "baichuan"))]
+OF_EACH_TYPE = {CASES[name].config().model_type: name for name in reversed(IN_TRANSFORMERS)}.values()
 MODEL = "model.safetensors"
 SMALL_BERT = transformers.BertConfig(
     vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
@@ -59,7 +60,10 @@ def logits_of(model, ids):
         return model.eval()(ids).logits
 
 
-@pytest.mark.parametrize("name", IN_TRANSFORMERS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in OF_EACH_TYPE or "tied" in name else pytest.mark.slow)
+    for name in IN_TRANSFORMERS
+])  # fmt: skip
 def test_from_transformers_and_back(name, folder, tmp_path):
     path, reference = folder(name)
     with warnings.catch_warnings():

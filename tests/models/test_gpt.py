@@ -559,7 +559,9 @@ def test_fused_layers_are_the_plain_ones(name, device):
 
 def rope_model(**options):
     torch.manual_seed(0)
-    config = config_of(**LLAMA | FUSED | dict(n_head_kv=4), rotary_emb_scaling=options, initializer_range=0.3)
+    config = config_of(
+        **LLAMA | FUSED | dict(n_head_kv=4, n_layer=1), rotary_emb_scaling=options, initializer_range=0.3
+    )
     return GPTLMHeadModel(config).eval()
 
 
@@ -716,7 +718,7 @@ def test_masks_that_are_refused(wrong, device):
         says = rf"1 for the tokens of a row and 0 before and after them, found \[1, 1, 1, 1, {wrong}, 1, .*\] in row 1"
         with pytest.raises(ValueError, match=says):
             model(x, attention_mask=mask)
-        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+        model = torch.compile(model, backend="eager", fullgraph=True)
     logits = model(x, attention_mask=mask).logits
     assert logits[0].isfinite().all() and logits[1].isnan().all()
 
@@ -753,7 +755,8 @@ def test_masks_that_do_not_fit(device):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "heads with norms", "parallel, tied norm"])
 def test_compiled_training(name, device):
     """The whole model and its loss as one graph."""
-    model = GPTLMHeadModel(config_of(**VARIANTS[name], **FUSED), device=device)
+    layers = 2 if name == "llama" or device.type == "cuda" else 1
+    model = GPTLMHeadModel(config_of(**VARIANTS[name], **FUSED, n_layer=layers), device=device)
     x = ids(device=device)
     results = []
     for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):

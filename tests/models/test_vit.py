@@ -634,7 +634,7 @@ def test_signatures(name):
 # Graphs, the meta device, autocast
 
 
-@pytest.mark.parametrize("variant", ["plain", "flash", "fused"])
+@pytest.mark.parametrize("variant", ["plain", pytest.param("flash", marks=pytest.mark.slow), "fused"])
 def test_compiles_whole(variant):
     model = model_of(**VARIANTS[variant])
     x = images(model)

@@ -427,6 +427,7 @@ def test_falcon_of_transformers(fused, device):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
 @pytest.mark.parametrize("options", [dict(), dict(num_heads_kv=1, rotary_emb_dim=16), dict(use_alibi=True)], ids=str)
+@pytest.mark.same_on_cpu("fused")
 def test_compiled_training(options, block_cls, fused, backend, device):
     mixer_cls = functools.partial(MIXER, use_flash_attn=fused or "use_alibi" in options, **options)
     block = block_of(block_cls, device, mixer_cls=mixer_cls, fused_dropout_add_ln=fused)

@@ -537,6 +537,7 @@ def test_several_tokens_that_see_one_another_while_decoding(device):
 
 @pytest.mark.parametrize("rotary_dim", [0, 16])
 @pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.same_on_cpu("flash")
 def test_compiled_decoding(flash, rotary_dim, device):
     """With positions that are Python's integers, as graphs keep them open."""
     module = Case(flash=flash, rotary_dim=rotary_dim).module(device)
@@ -561,6 +562,7 @@ def test_compiled_decoding(flash, rotary_dim, device):
         Case(rotary_dim=32, scale_base=512.0),
     ]),
 )  # fmt: skip
+@pytest.mark.same_on_cpu("training")
 def test_a_compiled_module_serves_sequences_of_all_lengths(case, training, device):
     """One graph for the first length and one for all others, though the tables of the rotary embedding grow."""
     graphs = []

@@ -344,11 +344,10 @@ def check_compiled(group):
     for sequence_parallel in (False, True):
         torch._dynamo.reset()  # which else counts these as one function, compiled again
         options = dict(process_group=group, sequence_parallel=sequence_parallel, device=device)
-        for module in (
-            ParallelMHA(64, 4, use_flash_attn=True, **options),
-            ParallelMHA(64, 4, num_heads_kv=1, use_flash_attn=True, qk_norm=True, **options),
-            ParallelFusedMLP(64, **options),
-        ):
+        modules = [ParallelMHA(64, 4, num_heads_kv=1, use_flash_attn=True, qk_norm=True, **options)]
+        if sequence_parallel:
+            modules += [ParallelMHA(64, 4, use_flash_attn=True, **options), ParallelFusedMLP(64, **options)]
+        for module in modules:
             x, dout = draw(2, BATCH, SEQLEN, 64, device=device)
             results = []
             for function in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):

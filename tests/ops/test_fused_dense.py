@@ -508,6 +508,7 @@ def test_modules_are_those_of_torch(device):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.same_on_cpu("dtype")
 def test_compiled(level, grad, dtype, device):
     mlp = FusedMLP(64, 128, 32, checkpoint_lvl=level, return_residual=True)
     dense = FusedDense(64, 32, return_residual=True)
@@ -700,7 +701,7 @@ def test_bias_gradient(shape, dtype, device):
     """Sums of few rows and many, of rows that lie apart or are the same one, of any width."""
     wide = torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(DTYPES[dtype])
     for dout in (wide[..., : shape[-1]], wide[..., shape[-1] :], wide[:1, ..., : shape[-1]].expand(shape)):
-        _, dbias = fused_dense_ops.wgrad(dout, wide, True)
+        _, dbias = fused_dense_ops.wgrad(dout, wide[..., :8], True)  # of few columns: the product is not tested here
         exact = dout.double().flatten(0, -2).sum(0)
         largest = dout.abs().float().flatten(0, -2).sum(0).max().item()
         assert_error_ratio(dbias, exact, dout.flatten(0, -2).sum(0), plus=unavoidable(exact, dbias.dtype, 4 * largest))
@@ -738,6 +739,7 @@ DGRAD_SHAPES = [(0, 40), (5, 0), (33,), (1, 40), (37, 33), (3, 21, 264), (2000, 
 @pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu", "silu"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", DGRAD_SHAPES, ids=str)
+@pytest.mark.same_on_cpu("dtype", "activation")
 def test_gradients_of_activation_and_bias(shape, dtype, activation, device):
     """Of few rows and many, of any width and layout; dbias is the sum of dx as it is stored, by whatever kernel."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{shape}{activation}".encode()))

@@ -69,6 +69,7 @@ TRITON_SAMPLE = sample(FACTORS | HALVES | dict(shape=[(5,), (2, 3)], cols=[24, 1
 
 
 @pytest.mark.parametrize("case", [*params(TRITON_EDGES), *TRITON_SAMPLE])
+@pytest.mark.same_on_cpu("dtype", "weight", "out_dtype", "layout")
 def test_triton_against_float64(case, device, with_triton, monkeypatch):
     monkeypatch.setattr(with_triton, "MAX_BLOCK", 128)  # so that some of the rows are wider
     assert_right(case, device)

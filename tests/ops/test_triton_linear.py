@@ -148,6 +148,7 @@ def test_public_functions(device):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("activation", linear_act.ACTIVATIONS)
+@pytest.mark.same_on_cpu("dtype")
 def test_compiled(activation, dtype, device, backend):
     if backend == "triton" or (device.type == "cuda" and dtype == "fp32" and activation != "gelu"):
         pytest.skip("other tests compare the kernel, whose compilation takes seconds")

@@ -1,11 +1,9 @@
-// What test_tile.py and test_common.py call: a function runs one operation of csrc/tile (and with it of csrc/ptx) or
-// of csrc/common, on the default stream. Those that launch return null, or the text of the error.
+// What test_tile.py calls: a function runs one operation of csrc/tile, and with it of csrc/ptx, on the default stream.
+// Those that launch return null, or the text of the error. All of them need a GPU.
 #include <cstdint>
 #include <string>
 
 #include "../probe.h"
-#include "common/check.h"
-#include "common/device.h"
 #include "common/dispatch.h"
 #include "common/divmod.h"
 #include "common/dtype.h"
@@ -170,21 +168,6 @@ __global__ void function_kernel(const __grid_constant__ Elementwise p) {
   if constexpr (kFunction == Function::kExp2) y = ptx::exp2(x);
   if constexpr (kFunction == Function::kLog2) y = ptx::log2(x);
   if constexpr (kFunction == Function::kReciprocal) y = ptx::reciprocal(x);
-}
-
-struct Division {
-  Divisor divisor;
-  const int* n;
-  int* quotients;
-  int* remainders;
-  int64_t count;
-};
-
-__global__ void divide_kernel(const __grid_constant__ Division p) {
-  if (thread_id() >= p.count) return;
-  const int n = p.n[thread_id()], quotient = p.divisor.divide(n);
-  p.quotients[thread_id()] = quotient;
-  p.remainders[thread_id()] = p.divisor.remainder(n, quotient);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -613,11 +596,6 @@ __global__ void drop_transposed_kernel(const __grid_constant__ Keep p) {
   });
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Launches
-
-__global__ void count_kernel(int* const __grid_constant__ threads) { atomicAdd(threads, 1); }
-
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -736,10 +714,6 @@ const char* apply(int function, const void* x, void* y, int64_t count) {
   });
 }
 
-const char* divide(int divisor, const int* n, int* quotients, int* remainders, int64_t count) {
-  return error_of([&] { launch_flat<divide_kernel>(Division{Divisor(divisor), n, quotients, remainders, count}); });
-}
-
 const char* rotate_rows(bool interleaved, const float* x, const float* cos, const float* sin, float* y, int64_t rows) {
   return error_of([&] {
     dispatch_flags([&](auto kInterleaved) { launch_flat<rotate_kernel<kInterleaved>>(Rotation{x, cos, sin, y, rows}); },
@@ -768,23 +742,6 @@ const char* store_tile(int dtype, int tile_cols, bool scattered, void* image, co
       launch<store_kernel<T, kCols>>(tile_shape<T, kCols>(), p, nullptr);
     });
   });
-}
-
-// In bytes, as SharedTile counts.
-int tile_offset(int tile_cols, int row, int chunk) {
-  int offset = 0;
-  dispatch_tile(static_cast<int>(DType::kBFloat16), tile_cols,
-                [&](auto, auto kCols) { offset = SharedTile<__nv_bfloat16, kTileRows, kCols>::offset(row, chunk); });
-  return offset;
-}
-int tile_offset_by_parts(int tile_cols, int row, int chunk) {
-  int offset = 0;
-  dispatch_tile(static_cast<int>(DType::kBFloat16), tile_cols, [&](auto, auto kCols) {
-    using Tile = SharedTile<__nv_bfloat16, kTileRows, kCols>;
-    const int origin = Tile::offset(row % 8, chunk % 2);
-    offset = (origin ^ Tile::flip(chunk - chunk % 2)) + Tile::distance(row - row % 8, chunk / Tile::kPageChunks);
-  });
-  return offset;
 }
 
 const char* fragment_rows(const float* x, const float* factors, float* row_max, float* row_sum, float* scaled) {
@@ -906,44 +863,6 @@ const char* copy_rows(int dtype, const void* x, void* y, int64_t stride, int row
           row_groups(rows, lanes), RowCopy{x, y, stride, rows, cols, lanes, sums, maxima, exp_max, exp_sum}, nullptr);
     });
   });
-}
-
-// The lanes that a row of up to 1024 of them gets.
-int count_lanes(int64_t elements, int per_lane) { return lanes_for<1024>(elements, per_lane); }
-
-const char* count_threads(int grid_x, int grid_y, int grid_z, int block, int shared_bytes, int* threads) {
-  return error_of(
-      [&] { launch<count_kernel>({dim3(grid_x, grid_y, grid_z), dim3(block), shared_bytes}, threads, nullptr); });
-}
-
-const char* check_status(int status) {
-  return error_of([&] { check_cuda(static_cast<cudaError_t>(status), "cudaProbe"); });
-}
-
-int multiprocessors(int device) { return num_multiprocessors(device); }
-
-// The value that is found, as a text.
-const char* find_value(int value) {
-  std::string found;
-  const char* error = error_of(
-      [&] { dispatch_value<64, 96, 128>(value, [&](auto kValue) { found += std::to_string(kValue) + ";"; }); });
-  return error ? error : keep(found);
-}
-
-// What the flags become, as decimal digits.
-int find_flags(bool a, bool b, bool c) {
-  int found = 0;
-  dispatch_flags([&](auto kA, auto kB, auto kC) { found += kA * 100 + kB * 10 + kC; }, a, b, c);
-  return found;
-}
-
-int find_element_size(int dtype) {
-  int size = 0;
-  dispatch_dtype(dtype, [&](auto kDType) {
-    static_assert(sizeof(element_t<kDType>) == size_of(kDType));
-    size = sizeof(element_t<kDType>);
-  });
-  return size;
 }
 
 }  // extern "C"

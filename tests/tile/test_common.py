@@ -12,7 +12,7 @@ cuda = pytest.mark.cuda
 
 @pytest.fixture(scope="module")
 def probe():
-    return native.library(HERE / "probe.cu", native.CUDA)
+    return native.library(HERE / "common_probe.cu", native.CUDA)
 
 
 def test_dispatch_of_values(probe):
@@ -34,7 +34,7 @@ def test_error_of_the_runtime_says_what_and_where(probe):
     assert probe.text("check_status", 0) is None
     text = probe.text("check_status", 1)
     assert text.startswith("cudaProbe failed at ")
-    assert "probe.cu:" in text
+    assert "common_probe.cu:" in text
     assert text.endswith("cudaErrorInvalidValue: invalid argument")
 
 

@@ -16,12 +16,24 @@ TILE_ROWS = 128
 TILE_COLS = (32, 64, 96, 128, 192, 256)
 LEAST_NORMAL = 2.0**-126
 
+HERE = pathlib.Path(__file__).parent
+
 cuda = pytest.mark.cuda
 
 
 @pytest.fixture(scope="module")
 def probe():
-    return native.library(pathlib.Path(__file__).with_name("probe.cu"), native.CUDA)
+    return native.library(HERE / "probe.cu", native.CUDA)
+
+
+@pytest.fixture(scope="module")
+def host():
+    return native.library(HERE / "common_probe.cu", native.CUDA)
+
+
+@pytest.mark.slow  # .ci/run compiles it, although nothing in it runs without a GPU
+def test_operations_compile(probe):
+    pass
 
 
 def dtype_index(name):
@@ -241,19 +253,19 @@ def image(matrix):
 
 
 @pytest.mark.parametrize("cols", TILE_COLS)
-def test_place_in_a_tile(probe, cols):
+def test_place_in_a_tile(host, cols):
     chunks = image(torch.arange(TILE_ROWS * cols).view(TILE_ROWS, cols))[::8]  # number of the first element in each
     for place, element in enumerate(chunks.tolist()):
         row, chunk = element // cols, element % cols // 8
-        assert probe.call("tile_offset", cols, row, chunk) == 16 * place
-        assert probe.call("tile_offset_by_parts", cols, row, chunk) == 16 * place
+        assert host.call("tile_offset", cols, row, chunk) == 16 * place
+        assert host.call("tile_offset_by_parts", cols, row, chunk) == 16 * place
 
 
 @pytest.mark.parametrize("cols", TILE_COLS)
-def test_neighbouring_rows_lie_in_different_banks(probe, cols):
+def test_neighbouring_rows_lie_in_different_banks(host, cols):
     """Eight rows, from a multiple of eight on, that are read or written in one go meet no bank twice."""
     for row, chunk in itertools.product(range(0, TILE_ROWS, 8), range(cols // 8)):
-        groups = {probe.call("tile_offset", cols, row + i, chunk) // 16 % 8 for i in range(8)}
+        groups = {host.call("tile_offset", cols, row + i, chunk) // 16 % 8 for i in range(8)}
         assert len(groups) == 8
 
 
@@ -527,5 +539,5 @@ def test_rows(probe, device, dtype, lanes, cols, stride, offset):
     "elements, lanes",
     [(0, 4), (1, 4), (128, 4), (129, 8), (1024, 32), (1025, 64), (5000, 160), (32768, 1024), (10**6, 1024)],
 )
-def test_lanes_for_a_row(probe, elements, lanes):
-    assert probe.call("count_lanes", elements, 32) == lanes
+def test_lanes_for_a_row(host, elements, lanes):
+    assert host.call("count_lanes", elements, 32) == lanes

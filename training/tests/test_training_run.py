@@ -1,11 +1,13 @@
 """run.py as it is called: from text to a checkpoint and further, modes, and errors."""
 
 import errno
+import functools
 import json
 import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,14 +16,16 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException
+from omegaconf import OmegaConf
 
 import run
 from src.utils import checkpoint
 from src.utils.checkpoint import Checkpoint
-from training.tests.standins import DATA, SMALL
+from src.utils.errors import message_alone
+from training.tests.standins import DATA, SMALL, composed
 
 ROOT = pathlib.Path(__file__).parents[2]
-TEXT = ROOT / "flash_attn"  # Python files, of which the test makes one text
+TEXT = "".join(file.read_text() for file in sorted((ROOT / "flash_attn" / "modules").rglob("*.py")))
 FOLDERS = {  # of a run, below logs/
     "default": "runs/*/*", "exp": "experiments/first", "debug": "debug/runs/*/*", "smoke": "debug/runs/*/*",
     "profile": "profile/runs/*/*",
@@ -39,13 +43,13 @@ def in_a_process(folder, *arguments):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """call(*arguments) runs run.main in this process, from an empty folder."""
+    """call(*arguments) runs run.main in this process, from an empty folder; a small run, if no others are given."""
     monkeypatch.chdir(tmp_path)
     for name in ("RESULT_DIR", "CHECKPOINT_DIR", "DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
 
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["run.py", *SMALL, *DATA, "trainer.accelerator=cpu", *arguments])
+    def call(*arguments, of_run=(*SMALL, *DATA)):
+        monkeypatch.setattr(sys, "argv", ["run.py", *of_run, "trainer.accelerator=cpu", *arguments])
         GlobalHydra.instance().clear()
         run.main()
 
@@ -64,27 +68,32 @@ def metrics(folder):
     return [{name: float(x) for name, x in zip(head, row) if x} for row in rows]
 
 
-def test_a_text_is_learned(tmp_path):
-    """Training in under a minute to less than the unigram entropy; then resumed to more steps, and evaluated."""
-    text = "".join(file.read_text() for file in sorted(TEXT.rglob("*.py")))
-    (tmp_path / "text.txt").write_text(text)
-    bytes_ = np.bincount(np.frombuffer(text.encode(), np.uint8)) / len(text.encode())
+def test_a_text_is_learned(tmp_path, here, capfd):
+    """Training of seconds to less than the unigram entropy; then resumed to more steps, and evaluated."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    bytes_ = np.bincount(np.frombuffer(TEXT.encode(), np.uint8)) / len(TEXT.encode())
     unigram = -sum(p * math.log(p) for p in bytes_ if p > 0)
-    arguments = ["experiment=tiny/text", "name=first", "datamodule.dataset_name=text.txt", "trainer.accelerator=cpu"]
+    arguments = [
+        "experiment=tiny/text", "name=first", "datamodule.dataset_name=text.txt", "datamodule.max_length=64",
+        "datamodule.batch_size=8", "train.global_batch_size=8",
+    ]  # fmt: skip
 
-    said = in_a_process(tmp_path, *arguments, "trainer.max_steps=60", "train.scheduler.t_initial=100")
+    said = in_a_process(
+        tmp_path, *arguments, "trainer.accelerator=cpu", "trainer.max_steps=60", "train.scheduler.t_initial=70"
+    )
     losses = [row for row in metrics(tmp_path / "logs") if "val/loss" in row]
     assert losses[-1]["val/loss"] < unigram and "Test metric" in said
     assert losses[-1]["val/ppl"] == pytest.approx(math.exp(losses[-1]["val/loss"]))
     last = tmp_path / "checkpoints" / "first" / "last.ckpt"
     assert Checkpoint(last).state["global_step"] == 60  # also if every_n_train_steps does not divide it
 
-    said = in_a_process(tmp_path, *arguments, "resume=True", "test_after_training=False")
-    assert f"Resuming from {last}" in said
+    here("resume=True", "test_after_training=False", "trainer.max_steps=70", of_run=arguments)
+    assert f"Resuming from {last}" in "".join(capfd.readouterr())
     state = Checkpoint(last).state
-    assert state["global_step"] == 100 and state["hyper_parameters"]["model"]["config"]["vocab_size"] == 257
+    assert state["global_step"] == 70 and state["hyper_parameters"]["model"]["config"]["vocab_size"] == 257
 
-    said = in_a_process(tmp_path, *arguments, "run=eval", f"eval.ckpt={last.relative_to(tmp_path)}")
+    here("run=eval", f"eval.ckpt={last.relative_to(tmp_path)}", of_run=arguments)
+    said = "".join(capfd.readouterr())
     (file,) = tmp_path.rglob("eval.json")
     results = json.loads(file.read_text())
     assert results["checkpoint"] == str(last) and results["val/loss"] < unigram
@@ -152,7 +161,6 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run=generate"], "run=generate needs eval.ckpt, found none"),
         (["run=export", "eval.ckpt=x"], "run=export needs export.folder, found none"),
         (["datamodule.batch_size=0"], "datamodule.batch_size must be an integer of at least 1, found 0"),
         (["train.global_batch_size=-1"], "train.global_batch_size must be an integer of at least 1, found -1"),
@@ -163,7 +171,6 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
             ["callbacks.model_checkpoint.dirpath=/dev/null/x"],
             "model_checkpoint.dirpath must be a folder that can be written",
         ),
-        (["result_dir=/dev/null/x"], r"result_dir must be a folder that can be written to, found /dev/null/x/runs"),
         (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
@@ -180,10 +187,6 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
             ["strategy=ddp", "++trainer.strategy.static_grap=true"],
             r"\ntrainer.strategy.static_grap is no option of DDPStrategy: did you mean trainer.strategy.static_graph",
         ),
-        (
-            ["trainer.strategy.find_unused_parameters=true"],
-            "Could not override (.|\n)*trainer.strategy.find_unused_parameters with strategy=ddp or strategy=zero1",
-        ),
         (["trainer.max_steps=ten"], "trainer.max_steps must be an integer of at least -1, found 'ten'"),
         (["trainer.val_check_interval=0"], "trainer.val_check_interval must be more than 0, found 0"),
         (["name=../elsewhere"], r"name must be that of a folder in checkpoint_dir, found '\.\./elsewhere'"),
@@ -198,11 +201,29 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
             ["callbacks.model_checkpoint.monitor=val/los"],
             "monitor of ModelCheckpointMine must be one of val/loss, .*los'",
         ),
-        (["trainer.strategy=abc"], r"\ntrainer.strategy must be one of auto, .*, found 'abc'"),
         (["model.config.n_head=3"], r"\nconfig.n_embd must be a multiple of n_head"),
-        (["~model"], "model must have a _target_, found none"),
         (["run=eval", "~model"], "model must have a _target_, found none"),
         (["+train.warmstart.path=x"], "train.warmstart.path must be a checkpoint, found nothing at x"),
+    ],
+)
+def test_errors(arguments, says, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = composed(*SMALL, *DATA, "trainer.accelerator=cpu", *arguments)
+    OmegaConf.set_struct(config, False)
+    del config["hydra"]
+    with pytest.raises(Exception) as error:
+        run.run(config)
+    assert re.search(says, "\n" + message_alone(error.value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["result_dir=/dev/null/x"], r"result_dir must be a folder that can be written to, found /dev/null/x/runs"),
+        (
+            ["trainer.strategy.find_unused_parameters=true"],
+            "Could not override (.|\n)*trainer.strategy.find_unused_parameters with strategy=ddp or strategy=zero1",
+        ),
         (["model=null"], "model must be the name of an option, found null; ~model"),
         (["experiment=tiny/txt"], "Could not find 'experiment/tiny/txt'(.|\n)*did you mean tiny/text"),
         (["train.optimizer.lr=3e-3x"], r"\ntrain\.optimizer\.lr must be a number, found '3e-3x'"),
@@ -213,9 +234,13 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["++trainer.accumulate_grad_batches=2x"], r"\ntrainer\.accumulate_grad_batches must be an integer, .*'2x'"),
         (["trainer.val_check_interval=often"], r"val_check_interval must be a number or a time DD:HH:MM:SS, .*'often'"),
         (["trainer.max_step=3"], "Could not override 'trainer.max_step'(.|\n)*did you mean trainer.max_steps"),
+        (["run=generate"], "run=generate needs eval.ckpt, found none"),
+        (["~model"], "model must have a _target_, found none"),
+        (["trainer.strategy=abc"], r"\ntrainer.strategy must be one of auto, .*, found 'abc'"),
     ],
 )
-def test_errors(arguments, says, here, capfd):
+def test_errors_of_a_command(arguments, says, here, capfd):
+    """A message, without a stack: of the run, or of Hydra, followed by similar names."""
     with pytest.raises(SystemExit) as error:
         here(*arguments)
     said = capfd.readouterr().err
@@ -277,6 +302,12 @@ def test_what_cannot_be_resumed(tmp_path, here, capfd):
 ZERO = ["optimizer=adamw-zero", "strategy=zero1"]
 
 
+@pytest.fixture(scope="module")
+def first_runs(tmp_path_factory):
+    """The folder of a run with these options, which are none or ZERO: each is trained once."""
+    return functools.cache(lambda options: tmp_path_factory.mktemp("first"))
+
+
 @pytest.mark.parametrize(
     ("first", "then", "says"),
     [
@@ -294,12 +325,16 @@ ZERO = ["optimizer=adamw-zero", "strategy=zero1"]
         ([], ["+train.optimizer.betas=[0.9,0.999]", "+train.optimizer.eps=1e-8"], None),
     ],
 )
-def test_options_that_a_resumed_run_keeps(first, then, says, here, capfd):
+def test_options_that_a_resumed_run_keeps(first, then, says, first_runs, here, tmp_path, capfd):
     """PyTorch restores an optimiser and a schedule with their options: a change of these would go unseen.
 
     Where another class has the same by default, nothing has changed.
     """
-    here("name=first", "test_after_training=False", *first)
+    trained = first_runs(tuple(first)) / "checkpoints"
+    if not trained.exists():
+        here("name=first", "test_after_training=False", *first)
+        shutil.copytree(tmp_path / "checkpoints", trained)
+    shutil.copytree(trained, tmp_path / "checkpoints", dirs_exist_ok=True)
     capfd.readouterr()
     here("name=first", "resume=True", "test_after_training=False", *then)
     said = "".join(capfd.readouterr())
@@ -355,7 +390,7 @@ def test_environment_file(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     """Two ranks with half the batch each learn what one does with the whole."""
-    (tmp_path / "text.txt").write_text("".join(file.read_text() for file in sorted(TEXT.rglob("*.py"))))
+    (tmp_path / "text.txt").write_text(TEXT)
     losses = []
     for devices, batch in ((1, 16), (2, 8)):
         in_a_process(

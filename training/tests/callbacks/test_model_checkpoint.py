@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from processes import over_processes
 
 from src.callbacks.model_checkpoint import ModelCheckpointMine
 from tests.callbacks.tiny import TinyTask, loader, trainer
-from tests.processes import over_processes
 
 AUTO_SAVE = ".pl_auto_save.ckpt"
 

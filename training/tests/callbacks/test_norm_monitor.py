@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from processes import over_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -9,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.callbacks.norm_monitor import NormMonitor
 from tests.callbacks.tiny import Recorder, TinyModel, TinyTask, loader, trainer
-from tests.processes import over_processes
 
 
 def exact(params, grads):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from processes import half_of, over_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from src.distributed.ddp_comm_hooks import bfloat16_compress_hook, fp16_compress_hook
-from tests.processes import half_of, over_processes
 
 SIZE = 1000
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from processes import over_processes
 
 from src.metrics.loss import MeanLoss
-from tests.processes import over_processes
 
 BATCHES = [(2.0, 3), (1.0, 5), (4.0, 2)]  # loss, samples
 

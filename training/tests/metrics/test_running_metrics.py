@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import over_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MetricCollection
 
 from src.metrics.accuracy import AccuracyMine
 from src.metrics.num_tokens import NumTokens
 from src.metrics.perplexity import Perplexity
-from tests.processes import over_processes
 
 SIZES = (1, 7, 64, 30)  # tokens of a batch: unequal, so that a mean of means differs from the mean
 CLASSES = 13

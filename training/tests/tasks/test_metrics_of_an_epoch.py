@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import Logger
+from processes import over_processes
 
 from src import engines
 from src.callbacks.model_checkpoint import ModelCheckpointMine
@@ -11,7 +12,6 @@ from src.metrics import epoch
 from src.metrics.num_tokens import NumTokens
 from src.tasks.seq import SequenceLMModel
 from src.utils import checkpoint as checkpoints
-from tests.processes import over_processes
 from training.tests.engines.test_engines import Started
 from training.tests.engines.test_resume import AtBatch, fail
 from training.tests.engines.tiny import SaveAt

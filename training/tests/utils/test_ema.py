@@ -5,12 +5,12 @@ import gc
 
 import pytest
 import torch
+from processes import over_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from src.utils.ema import ExponentialMovingAverage
-from tests.processes import over_processes
 
 
 def parameters(dtype=torch.float64):

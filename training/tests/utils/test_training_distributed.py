@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from processes import over_processes
 
 from src.utils import distributed
-from tests.processes import over_processes
 
 OPS = {"sum": 7.5, "mean": 3.75, "min": 2.5, "max": 5.0, "product": 12.5}  # of 2.5 and 5.0
 

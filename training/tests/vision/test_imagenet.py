@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from processes import over_processes
 from torch.utils.data import DistributedSampler
 
 from src.datamodules import gratings, image_datasets, imagenet
@@ -16,7 +17,6 @@ from src.datamodules.gratings import GratingsDataModule, write_gratings
 from src.datamodules.imagenet import DictDataset, Imagenet21kPDataModule, ImagenetDataModule
 from src.datamodules.resumable_loader import Position
 from src.metrics.accuracy import AccuracyMine
-from tests.processes import over_processes
 from training.tests.vision.needs import needs_timm, needs_torchvision, without_torchvision
 
 SIZES = dict(num_train=24, num_val=10, num_classes=4, image_size=16)

@@ -55,7 +55,10 @@ def blended(images, targets):
 
 @pytest.mark.parametrize("file_format", ["npy", pytest.param("png", marks=needs_torchvision)])
 def test_tiny_vision_learns(tmp_path, file_format):
-    options = ["experiment=tiny/vision", f"datamodule.file_format={file_format}", "+optimized_metric=test/acc"]
+    options = [
+        "experiment=tiny/vision", f"datamodule.file_format={file_format}", "+optimized_metric=test/acc",
+        "datamodule.num_train=256", "datamodule.num_val=64",
+    ]  # fmt: skip
     assert run(tmp_path, *options) > 0.9  # of 4 classes
     assert len(list((tmp_path / "data/gratings").glob("[!.]*"))) == 1  # besides the lock
 
