@@ -46,5 +46,6 @@ def merge_parts(
     lse = (largest + relative.logsumexp(0)).masked_fill(empty, math.inf)
     if closed is not None:
         shares, lse = shares.masked_fill(closed, 0), lse.masked_fill(closed, math.inf)
-    outs = (share.transpose(-1, -2)[..., None] * out for share, (out, _, _) in zip(shares, parts))
+    shares = shares[: len(parts)]  # the value of the sink is 0
+    outs = (share.transpose(-1, -2)[..., None] * out for share, (out, _, _) in zip(shares, parts, strict=True))
     return functools.reduce(torch.add, outs), lse
