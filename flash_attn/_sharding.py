@@ -3,7 +3,8 @@
 A rule of an op gives names to the dimensions of its tensors, as an einsum does: `Layout(dict(x="rows cols",
 weight="cols"), ("rows cols",), divides="rows")`. The dimensions in `divides` may be sharded, on each dimension of the
 mesh by itself. All tensors with such a dimension must be sharded along it, and those without it be replicated. So are
-the results, but for those without it, such as the gradient of the weight: they are partial sums.
+the results, but for those without it, such as the gradient of the weight: they are partial sums. Dimensions that differ
+in size have names of their own; "heads+heads_k" in `divides` says that both are sharded together, in equal parts.
 
 Nothing else is redistributed, but for incoming gradients. What does not fit is refused.
 """
@@ -30,14 +31,12 @@ class Layout(NamedTuple):
 
     tensors: dict[str, str]  # an argument of the schema -> names of its dimensions, separated by spaces
     results: tuple[str | None, ...]  # the same for the results; None: an empty tensor
-    divides: str  # names of dimensions that may be sharded
+    divides: str  # names of dimensions that may be sharded, "+" between those that are sharded together
     anchor: str = ""  # the tensor whose placements the others must fit; by default the first one
     moves: str = ""  # names of tensors, incoming gradients, that are redistributed to fit
     is_linear: bool = False  # whether the results are partial sums if the anchor is
-    local: Callable[[dict[str, Any], dict[str, int]], None] | None = (
-        None  # changes the arguments of a process; is given
-    )
-    # where its parts of the dimensions start
+    # Changes the arguments of a process; is also given where its parts of the dimensions start.
+    local: Callable[[dict[str, Any], dict[str, int]], None] | None = None
 
 
 Rule = Callable[..., Layout]
@@ -66,7 +65,7 @@ def is_distributed(x: Tensor) -> bool:
 
 def _call(names, differentiable, rule, cls, op, types, args, kwargs):
     """What DTensor's dispatch does for `op`."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import DTensor
 
     if rule is None:
         raise NotImplementedError(
@@ -87,7 +86,7 @@ def _call(names, differentiable, rule, cls, op, types, args, kwargs):
     local = dict(given)
     with torch.no_grad():
         for name, letters in dims.items():
-            placements = [Replicate() if each is Partial else _placement(letters, each) for each in divided]
+            placements = [_placement(letters, each) for each in divided]
             is_anchor = given[name] is anchor
             local[name] = _local(name, given[name], mesh, anchor.placements if is_anchor else placements, layout)
         if layout.local is not None:
@@ -103,20 +102,21 @@ def _call(names, differentiable, rule, cls, op, types, args, kwargs):
 
 
 def _divided(anchor, layout):
-    """For each dimension of the mesh: the name of the dimension that it divides; None for none; Partial for sums."""
+    """What each dimension of the mesh divides: names as in `Layout.divides`, None for none, or Partial for sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     name = layout.anchor or next(iter(layout.tensors))
     letters, found = layout.tensors[name].split(), []
+    choices = {each: together for together in layout.divides.split() for each in _names(together)}
     for placement in anchor.placements:
-        if type(placement) is Shard and letters[placement.dim % len(letters)] in layout.divides.split():
-            found.append(letters[placement.dim % len(letters)])
+        if type(placement) is Shard and letters[placement.dim % len(letters)] in choices:
+            found.append(choices[letters[placement.dim % len(letters)]])
         elif type(placement) is Replicate:
             found.append(None)
         elif type(placement) is Partial and placement.reduce_op == "sum" and layout.is_linear:
             found.append(Partial)
         else:
-            allowed = [f"Shard({i})" for i, each in enumerate(letters) if each in layout.divides.split()]
+            allowed = [f"Shard({i})" for i, each in enumerate(letters) if each in choices]
             raise ArgumentError(
                 f"{name} must have placements {' or '.join([*allowed, 'Replicate()'])}, found {anchor.placements}: "
                 f"{_ADVICE}"
@@ -124,21 +124,29 @@ def _divided(anchor, layout):
     return found
 
 
+def _names(each):
+    """The names of the dimensions that a dimension of the mesh divides; `each`: an item of what `_divided` returns."""
+    return set(each.split("+")) if isinstance(each, str) else set()
+
+
 def _placement(letters, each):
-    """The placement of a tensor where a dimension of the mesh divides the dimension `each`."""
+    """The placement of a tensor where a dimension of the mesh divides `each`."""
     from torch.distributed.tensor import Replicate, Shard
 
-    places = [i for i, name in enumerate(letters) if each in name.split("*")]
+    places = [i for i, name in enumerate(letters) if _names(each) & set(name.split("*"))]
     return Shard(places[0]) if places else Replicate()
 
 
 def _sizes(given, dims, divided, mesh):
-    """The sizes of all named dimensions. Those of one name may differ, as heads do, if all parts are equally large."""
+    """The sizes of all named dimensions. Those that are divided together may differ if all parts are equally large."""
     sizes: dict[str, int] = {}
+    firsts: dict[str, int] = {}
     for name, letters in dims.items():
         for each, size in zip(letters, given[name].shape):
-            parts = math.prod(mesh.size(i) for i, other in enumerate(divided) if other == each)
-            first = sizes.setdefault(each, size)
+            sizes.setdefault(each, size)
+            together = next((other for other in divided if each in _names(other)), each)
+            parts = math.prod(mesh.size(i) for i, other in enumerate(divided) if other == together)
+            first = firsts.setdefault(together, size)
             if size != first and (size % parts or first % parts):
                 raise ArgumentError(
                     f"{name} must have a multiple of {parts} {each}, as the mesh divides them, found {size} beside "
@@ -173,7 +181,7 @@ def _start(each, divided, sizes, mesh):
     """Where this process's part of a dimension starts."""
     start, size = 0, sizes[each]
     for i, other in enumerate(divided):
-        if other == each:
+        if each in _names(other):
             part = -(-size // mesh.size(i))
             before = min(part * mesh.get_local_rank(i), size)
             start, size = start + before, min(part, size - before)
@@ -188,11 +196,12 @@ def _wrapped(x, letters, divided, sizes, mesh):
         return DTensor.from_local(x, mesh, [Replicate()] * len(divided), run_check=False)
     names, placements = letters.split(), []
     for each in divided:
-        is_there = isinstance(each, str) and any(each in name.split("*") for name in names)
-        missing = each is Partial or (each is not None and not is_there)
-        placements.append(Partial() if missing else _placement(names, each))
+        placement = _placement(names, each)
+        is_sum = each is not None and type(placement) is Replicate
+        placements.append(Partial() if is_sum else placement)
+    shared = set().union(*map(_names, divided))
     shape = [
-        math.prod(sizes[each] for each in name.split("*")) if set(name.split("*")) & set(divided) else size
+        math.prod(sizes[each] for each in name.split("*")) if shared & set(name.split("*")) else size
         for name, size in zip(names, x.shape, strict=True)
     ]
     stride, step = [0] * len(shape), 1

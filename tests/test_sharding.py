@@ -2,6 +2,7 @@
 
 import itertools
 import types
+import unittest.mock
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from flash_attn import (
+    _library,
     _sharding,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -53,7 +55,16 @@ CASES = {
         lambda *qkv: flash_attn_func(*(x.bfloat16() for x in qkv)).float(), "bshd bthd bthd", "bshd", "bh"
     ),
     "groups": Case(lambda q, k, v: flash_attn_func(q, k, v, window_size=(2, 1)), "bshd btgd btgd", "bshd", "bh"),
+    "groups, sink": Case(
+        lambda q, k, v, sink: flash_attn_func(q, k, v, learnable_sink=sink), "bshd btgd btge h", "bshe", "bh"
+    ),
+    "groups, bias": Case(
+        lambda q, k, v, bias: flash_attn_func(q, k, v, attn_bias=bias), "bshd btgd btgd bhst", "bshd", "bh"
+    ),
+    "groups, 16 bits": Case(lambda *qkv: plain_in_16_bits(*qkv), "bshd btgd btge", "bshe", "bh"),
+    "groups, two ranges": Case(lambda *args: in_two_ranges(*args), "bshd btgd btgd h", "bshd", "bh"),
     "packed keys": Case(flash_attn_kvpacked_func, "bshd bt2hd", "bshd", "bh"),
+    "packed keys, groups": Case(flash_attn_kvpacked_func, "bshd bt2gd", "bshd", "bh"),
     "packed": Case(flash_attn_qkvpacked_func, "bs3hd", "bshd", "bh"),
     "lse": Case(lambda q, k, v: flash_attn_func(q, k, v, return_lse=True)[1], "bshd bthd bthd", "bhs", "bh"),
     "other values": Case(flash_attn_func, "bshd bthd bthe", "bshe", "bh"),
@@ -99,6 +110,32 @@ CASES = {
         lambda x: CrossEntropyLoss(inplace_backward=False)(x, of_rows(LENGTHS, x).long()), "bc", "", "b"
     ),
 }  # fmt: skip
+
+
+class Plain(torch.autograd.Function):
+    """The ops of plain calls, whose backward returns new gradients."""
+
+    @staticmethod
+    def forward(ctx, *qkv):
+        results = torch.ops.flash_attn.fwd_plain(*qkv, 0.5, -1, -1)
+        ctx.save_for_backward(*qkv, *results)
+        return results[0]
+
+    @staticmethod
+    def backward(ctx, dout):
+        return torch.ops.flash_attn.bwd_plain(dout, *ctx.saved_tensors, 0.5, -1, -1)
+
+
+def plain_in_16_bits(*qkv):
+    return Plain.apply(*(x.bfloat16() for x in qkv)).float()
+
+
+def in_two_ranges(q, k, v, sink):
+    """As where there are kernels, which take one range of keys at a time."""
+    ranges = torch.tensor([0, 2, 3, 6], dtype=torch.int32).expand(1, 1, q.shape[1], 4)
+    with unittest.mock.patch.object(_library, "runs_in_kernel", lambda name, x: True):
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        return flash_attn_func(q, k, v, learnable_sink=sink, key_ranges=ranges).float()
 
 
 def of_rows(x, like):
@@ -199,7 +236,7 @@ def check_errors(group):
         (lambda: flash_attn_func(x, x, x, dropout_p=0.5), ValueError, "dropout_p must be 0"),
         (lambda: flash_attn_func(whole(x), x, x), ValueError, "q must be a DTensor"),
         (lambda: rms_norm_fn(x, weight, None), ValueError, "weight must be a DTensor"),
-        (lambda: flash_attn_func(*heads), ValueError, "k must have a multiple of 2 heads"),
+        (lambda: flash_attn_func(*heads), ValueError, "k must have a multiple of 2 heads_k.*, found 3 beside 6"),
         (lambda: RotaryEmbedding(8)(qkv), NotImplementedError, r"qkv must not be a DTensor.*to_local\(\)"),
         (lambda: fused_softmax.fwd(x, None, 1.0, False), NotImplementedError, r"softmax_fwd.*to_local\(\)"),
         (lambda: decode(x, x, x), NotImplementedError, r"fwd_kvcache.*to_local\(\)"),

@@ -86,8 +86,8 @@ def _attention(q, k, v, arguments, features=None):
         keys = "pages places"
     tensors = {
         "q": f"{rows} three heads dim" if k is None else f"{rows} heads dim",
-        "k": f"{keys} two heads dim" if v is None else f"{keys} heads dim",
-        "v": f"{keys} heads dim_v",
+        "k": f"{keys} two heads_k dim" if v is None else f"{keys} heads_k dim",
+        "v": f"{keys} heads_k dim_v",
         "alibi_slopes": "batch heads"
         if options.alibi_slopes is not None and options.alibi_slopes.dim() == 2
         else "heads",
@@ -95,18 +95,18 @@ def _attention(q, k, v, arguments, features=None):
         "leftpad_k": "batch",
         "block_table": "batch most",
     }
-    divides = "heads" if varlen or options.block_table is not None else "batch heads"
+    heads = "heads+heads_k"
+    divides = heads if varlen or options.block_table is not None else f"batch {heads}"
     if features is not None:
-        batch, heads = q.shape[0], q.shape[-2]
+        sizes = dict(batch=q.shape[0], heads=q.shape[-2])
         tensors |= dict(learnable_sink="heads", causal="batch", seqused_q="batch")
         if features.key_ranges is not None:
-            names = _if_whole(features.key_ranges, "batch heads rows bounds", batch=batch, heads=heads)
-            tensors["key_ranges"] = names
+            tensors["key_ranges"] = _if_whole(features.key_ranges, "batch heads rows bounds", **sizes)
         if features.attn_bias is not None:
             bias = features.attn_bias
-            tensors["attn_bias"] = _if_whole(bias, "batch batch heads rows keys", batch=batch, heads=heads)
-            if max(bias.shape[:2]) > 1 and batch not in bias.shape[:2]:  # entries share it by turns
-                divides = "heads"
+            tensors["attn_bias"] = _if_whole(bias, "batch batch heads rows keys", **sizes)
+            if max(bias.shape[:2]) > 1 and sizes["batch"] not in bias.shape[:2]:  # entries share it by turns
+                divides = heads
     return tensors, f"{rows} heads dim_v" if v is not None else f"{rows} heads dim", _lse(varlen), divides
 
 
