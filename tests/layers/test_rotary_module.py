@@ -286,6 +286,21 @@ class Counted(RotaryEmbedding):
             self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+class Registered(RotaryEmbedding):
+    """Makes its tables by itself, in a buffer that is replaced and one that is registered anew."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("tables", None, persistent=False)
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        if self.tables is None or self.tables.shape[1] < seqlen or self.tables.dtype != dtype:
+            angles = torch.arange(seqlen, device=device)[:, None] * self.inv_freq
+            self.tables = torch.stack([angles.cos(), angles.sin()]).to(dtype)
+            self.register_buffer("latest", self.tables * 1, persistent=False)
+        self._cos_cached, self._sin_cached = self.latest
+
+
 class Longer(RotaryEmbedding):
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
         super()._update_cos_sin_cache(seqlen + 3, device, dtype)
@@ -304,6 +319,7 @@ def with_tables_of_its_own(module):
 KEEPERS = {
     "module": lambda device: RotaryEmbedding(32, device=device),
     "own tables": lambda device: Counted(32, device=device),
+    "own buffers": lambda device: Registered(32, device=device),
     "longer tables": lambda device: Longer(32, device=device),
     "direct call": lambda device: with_tables_of_its_own(RotaryEmbedding(32, device=device)),
 }
