@@ -1,5 +1,6 @@
 """What torch.utils.flop_counter counts: the products of the same computation in torch's own operations."""
 
+import functools
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import GPT2Config
 
 from flash_attn import (
+    _library,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -79,6 +81,22 @@ def test_attention(shape, options, dtype):
     assert counted(attend, q, k, v) == counted(formula, q, k, v) > 0
     scores = 2 * 2 * 4 * q.shape[1] * k.shape[1] * q.shape[-1]
     assert of_backward(attend, q, k, v) == of_backward(formula, q, k, v) + scores
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_two_ranges(has_kernels, monkeypatch):
+    """They count as two calls, as which kernels compute them, and so does one call without kernels."""
+    monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x: has_kernels)
+    q, k, v = (x.bfloat16() for x in tensors())
+    ranges = ints(0, 2, 3, 7).expand(1, 1, 5, 4)
+    scores = 2 * 2 * 4 * 5 * 7 * 8
+    for options in (dict(), dict(learnable_sink=torch.zeros(4))):
+        attend = functools.partial(flash_attn_func, key_ranges=ranges, **options)
+        assert counted(attend, q, k, v) == 2 * counted(formula, q, k, v) == 2 * 2 * scores
+        assert of_backward(attend, q, k, v) == 2 * 7 * scores
+    with torch.no_grad():
+        decode = functools.partial(flash_attn_with_kvcache, cache_seqlens=6, key_ranges=ranges)
+        assert counted(decode, q, k, v) == 2 * 4 * 5 * (6 + 6) * 4 * 8
 
 
 def test_packed_attention():

@@ -7,7 +7,8 @@ Each op counts what the matrix products that it stands for would count, as with 
 (m, k) and (k, n) is 2 m n k. So the forward of a model has the number of the same model without fused ops, and the
 backward of attention is that of PyTorch's flash attention, which computes the scores again. Attention counts all the
 scores of queries with keys of their own entry, also those that a causal mask, a window, chunks, ranges or a bias hide:
-models are compared by this number whatever the kernels skip. Lengths do count: packed tokens meet the tokens of their
+models are compared by this number whatever the kernels skip. Two key ranges of each row count as two calls, as which
+kernels compute them, also where there are no kernels. Lengths do count: packed tokens meet the tokens of their
 own sequence only, and a cache is as long as it is filled. They are read, which waits for the device; where they have no
 values, in fake tensors and on the meta device, each sequence counts as the longest. Elementwise operations and norms
 count nothing.
@@ -72,7 +73,8 @@ def attention_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: A
     new = 0 if options.k is None else options.k.shape[1]
     skipped = _values(options.cache_leftpad) or [0] * batch
     keys = sum(max(0, min(n + new, capacity) - left) for n, left in zip(lengths, skipped, strict=True))
-    return 2 * seqlen_q * keys * heads * (head_dim + v_cache.shape[-1])
+    calls = _calls(_feature("key_ranges", arguments, CacheOptions))
+    return 2 * calls * seqlen_q * keys * heads * (head_dim + v_cache.shape[-1])
 
 
 def attention_kvcache_features(
@@ -110,9 +112,9 @@ def _separate(q, k, v):
 
 
 def _scores(q: Tensor, k: Tensor, arguments: Sequence[Any]) -> int:
-    """Twice the number of scores in all heads. arguments: those of `Options`, and perhaps others."""
+    """Twice the number of scores in all heads. arguments: those of `Options`, and perhaps features."""
     options = Options(*arguments[: len(Options._fields)])
-    seqused_q = _values(arguments[_SEQUSED_Q]) if len(arguments) > _SEQUSED_Q else None
+    seqused_q = _values(_feature("seqused_q", arguments, Options))
     batch = len(q) if options.cu_seqlens_q is None else len(options.cu_seqlens_q) - 1
     if options.cu_seqlens_q is None:
         rows = seqused_q or [q.shape[1]] * batch
@@ -125,11 +127,18 @@ def _scores(q: Tensor, k: Tensor, arguments: Sequence[Any]) -> int:
     keys = keys or [_capacity(k, options.block_table)] * batch
     skipped = _values(options.leftpad_k) or [0] * batch
     pairs = sum(m * max(0, n - left) for m, n, left in zip(rows, keys, skipped, strict=True))
-    return 2 * pairs * q.shape[-2]
+    return 2 * _calls(_feature("key_ranges", arguments, Options)) * pairs * q.shape[-2]
 
 
-# Its place among the options and the features without the first two, the sink and the bias.
-_SEQUSED_Q = len(Options._fields) + Features._fields.index("seqused_q") - 2
+def _feature(name, arguments, kind):
+    """A feature that is given after the options, `kind`: any but the first two, the sink and the bias."""
+    place = len(kind._fields) + Features._fields.index(name) - 2
+    return arguments[place] if len(arguments) > place else None
+
+
+def _calls(ranges):
+    """How many calls of kernels compute these key ranges."""
+    return 1 if ranges is None else ranges.shape[-1] // 2
 
 
 def _capacity(k, block_table):
