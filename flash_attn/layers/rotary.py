@@ -353,19 +353,23 @@ class RotaryEmbedding(torch.nn.Module):
         """
         if type(self)._update_cos_sin_cache is RotaryEmbedding._update_cos_sin_cache:
             return self._computed_tables(seqlen, device, dtype)
-        before = self._state()
+        before = dict(vars(self))
+        # The buffers of a module are in such a dictionary, and a subclass may keep tables in one.
+        contents = [(each, dict(each)) for each in before.values() if isinstance(each, dict)]
         self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
         tables = self._cached_tables()
-        for name, value in self._state().items():  # a subclass may keep more than the tables
+        for name, value in dict(vars(self)).items():  # a subclass may keep more than the tables
             if name not in before and not hasattr(type(self), name):
                 delattr(self, name)
             elif value is not (old := before.get(name, getattr(type(self), name, None))):
                 setattr(self, name, old)
+        for each, entries in contents:
+            for key, value in dict(each).items():
+                if key not in entries:
+                    del each[key]
+                elif value is not entries[key]:
+                    each[key] = entries[key]
         return tables
-
-    def _state(self) -> dict[str, Any]:
-        """Returns all attributes of the module itself."""
-        return {**vars(self), **self._buffers, **self._parameters, **self._modules}
 
     def _tables_for_decoding(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns what `_tables` does; a compiled step takes the tables that the prompt has left, if they fit.

@@ -301,6 +301,20 @@ class Registered(RotaryEmbedding):
         self._cos_cached, self._sin_cached = self.latest
 
 
+class OfTypes(RotaryEmbedding):
+    """Makes its tables by itself, and keeps those of each dtype."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tables = {}
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        if dtype not in self.tables or len(self.tables[dtype][0]) < seqlen:
+            angles = torch.arange(seqlen, device=device)[:, None] * self.inv_freq
+            self.tables[dtype] = angles.cos().to(dtype), angles.sin().to(dtype)
+        self._cos_cached, self._sin_cached = self.tables[dtype]
+
+
 class Longer(RotaryEmbedding):
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
         super()._update_cos_sin_cache(seqlen + 3, device, dtype)
@@ -320,6 +334,7 @@ KEEPERS = {
     "module": lambda device: RotaryEmbedding(32, device=device),
     "own tables": lambda device: Counted(32, device=device),
     "own buffers": lambda device: Registered(32, device=device),
+    "own dictionary": lambda device: OfTypes(32, device=device),
     "longer tables": lambda device: Longer(32, device=device),
     "direct call": lambda device: with_tables_of_its_own(RotaryEmbedding(32, device=device)),
 }
