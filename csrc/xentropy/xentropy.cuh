@@ -125,10 +125,11 @@ __device__ ExpSum sum_row(const T* row, int begin, int end, float c, bool smooth
     exps.raise_over(x, c);
     if (smooth) {
       const Inside<kWidth> inside(column, end);
-      below += raised(count, before, exps.max);
+      float added = raised(count, before, exps.max);  // summed before it meets a sum that may be large
       count += kCount > 1 ? kCount * kWidth : inside.count();
 #pragma unroll
-      for (int i = 0; i < kCount * kWidth; ++i) below += kCount > 1 || inside[i] ? exps.max - x[i] : 0.f;
+      for (int i = 0; i < kCount * kWidth; ++i) added += kCount > 1 || inside[i] ? exps.max - x[i] : 0.f;
+      below += added;
     }
     exps.add_below(x, c);
   };

@@ -72,9 +72,9 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
     hidden = mask.hidden(rows, cols, s).expand_as(s)
     if features.attn_bias is not None:
         bias = Bias(features.attn_bias, group, batch, heads).block(rows, cols)
-        closed = ~bias if bias.dtype == torch.bool else bias == -math.inf
-        hidden = hidden | closed
-        s = s if bias.dtype == torch.bool else s + bias.to(dtype).masked_fill(closed, 0)
+        masked = ~bias if bias.dtype == torch.bool else bias == -math.inf
+        hidden = hidden | masked
+        s = s if bias.dtype == torch.bool else s + bias.to(dtype).masked_fill(masked, 0)
     empty = hidden.all(-1)
     top = s.detach().masked_fill(hidden, -math.inf).amax(-1)
     closed = None
