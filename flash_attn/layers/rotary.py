@@ -349,10 +349,14 @@ class RotaryEmbedding(torch.nn.Module):
         """Returns what `_tables` does; the compiled graph makes the tables, and the module keeps none of them.
 
         The tables of the module grow, and each size would need a new graph. And what a CUDA graph returns, as with
-        torch.compile(mode="reduce-overhead"), is overwritten when it runs again.
+        torch.compile(mode="reduce-overhead"), is overwritten when it runs again. (Before torch 2.13, a subclass with a
+        cache of its own keeps what a graph has made.)
         """
         if type(self)._update_cos_sin_cache is RotaryEmbedding._update_cos_sin_cache:
             return self._computed_tables(seqlen, device, dtype)
+        if not _torch_private.graphs_see_attributes:
+            self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
+            return self._cached_tables()
         before = dict(vars(self))
         # The buffers of a module are in such a dictionary, and a subclass may keep tables in one.
         contents = [(each, dict(each)) for each in before.values() if isinstance(each, dict)]

@@ -9,6 +9,7 @@ import torch
 from compare import identical
 from overwriting import Overwriting
 
+from flash_attn import _torch_private
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_qkv_
 from flash_attn.ops.triton.rotary import apply_rotary
 
@@ -343,6 +344,10 @@ KEEPERS = {
 @pytest.mark.parametrize("make", KEEPERS.values(), ids=KEEPERS)
 def test_no_table_of_a_graph_is_used_again(make, device):
     """A CUDA graph overwrites it in the next step."""
+    rotary = make(device)
+    overrides = isinstance(rotary, RotaryEmbedding) and type(rotary) is not RotaryEmbedding
+    if overrides and not _torch_private.graphs_see_attributes:
+        pytest.skip("graphs of this torch cannot undo what a subclass does")
     torch._dynamo.reset()
     backend, function, plain = Overwriting(), make(device), RotaryEmbedding(32, device=device)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
