@@ -64,7 +64,7 @@ except ImportError:
     pass
 
 # Whether code that torch.compile looks into may read all attributes of a module; before, that ends the graph.
-graphs_see_attributes = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+graphs_see_attributes = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 # Attention on the CPU, and its backward. None if they are gone: see has_cpu_attention.
 cpu_attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)

@@ -174,9 +174,9 @@ __global__ __launch_bounds__(Config::kThreads,
   if (group.lane != 0 || group.row >= p.rows) return;
   float log_sum = logf(sums.exps.sum);
   if (params.known_lse != nullptr) {  // the label takes the place of the largest logit, which is not known
-    sums.exps.max = sums.own;
+    sums.exps.max = sums.own == -INFINITY ? 0.f : sums.own;
     log_sum = static_cast<float>(params.known_lse[r * params.known_lse_stride] -
-                                 static_cast<double>(sums.own) * p.logit_scale);
+                                 static_cast<double>(sums.exps.max) * p.logit_scale);
   }
   put_row(params, r, kept, is_own, sums, log_sum);
 }

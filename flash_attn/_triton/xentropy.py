@@ -94,7 +94,7 @@ def cross_entropy_fwd_kernel(
         of_label = tl.load(logits + own, mask=is_own, other=0).to(tl.float32)
         if KNOWN_LSE:  # the label takes the place of the largest logit, which is not known
             lse = tl.load(known_lse + row * known_lse_stride)
-            largest, below = of_label, 0.0
+            largest, below = tl.where(of_label == float("-inf"), 0.0, of_label), 0.0
             log_sum = (lse - largest.to(tl.float64) * logit_scale).to(tl.float32)
         else:
             largest, exp_sum, below = _sum_row(logits, vocab, logit_scale, SMOOTH, BLOCK)

@@ -29,7 +29,11 @@ from torch.distributed import ProcessGroup
 from flash_attn import _library
 from flash_attn._ops import checks, fusing, xentropy
 from flash_attn.layers.rotary import RotaryEmbedding
-from flash_attn.losses.linear_cross_entropy import cross_entropy_of_logits, linear_cross_entropy
+from flash_attn.losses.linear_cross_entropy import (
+    LinearCrossEntropyLoss,
+    cross_entropy_of_logits,
+    linear_cross_entropy,
+)
 from flash_attn.models import _checkpoint
 from flash_attn.models._config import is_gpt2_config, settings
 from flash_attn.models._gpt2 import (
@@ -933,7 +937,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             xentropy.check_classes(following, self.vocab_size)
             options["reduction"] = "mean" if num_items_in_batch is None else "sum"
         head: Any = self.lm_head
-        takes_logits = loss_fn is None or hasattr(loss_fn, "of_logits")
+        takes_logits = loss_fn is None or _takes_logits(loss_fn)
         if fusing.may_fuse(head, _HEADS, hidden, hooks_of_all=takes_logits):
             if loss_fn is None:
                 loss_fn = functools.partial(linear_cross_entropy, sequence_parallel=by_tokens, **classes)
@@ -1021,6 +1025,14 @@ class _ParallelNormedHead(ColumnParallelLinear):
 # Heads that a loss of hidden states can stand for, and those of them whose weight it gets normalised.
 _NORMED_HEADS = _NormedHead, _ParallelNormedHead
 _HEADS = *PLAIN_LINEAR, ColumnParallelLinear, *_NORMED_HEADS
+
+
+def _takes_logits(loss_fn):
+    """Whether loss_fn.of_logits is the loss that calling loss_fn gives, also of a class that derives from ours."""
+    cls = type(loss_fn)
+    if getattr(cls, "of_logits", None) is LinearCrossEntropyLoss.of_logits:
+        return cls.forward is LinearCrossEntropyLoss.forward
+    return hasattr(loss_fn, "of_logits")
 
 
 def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):

@@ -223,3 +223,31 @@ def test_shim(smoothing, device):
     right = F.cross_entropy(logits.double(), labels, label_smoothing=smoothing, reduction="none")
     torch.testing.assert_close(losses.double(), right, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse, logits.double().logsumexp(1).float())
+
+
+def check_masked_parts(group):
+    """All columns of one process are -inf: a label among them has a loss of +inf, as without a group."""
+    rank = dist.get_rank(group)
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+    logits[:, 6:] = -torch.inf
+    labels = torch.tensor([7, 0, -100])
+    for options in (dict(), dict(label_smoothing=0.1), dict(lse_square_scale=0.01)):
+        loss = CrossEntropyLoss(reduction="none", process_group=group, **options)
+        whole = CrossEntropyLoss(reduction="none", **options)(logits, labels)
+        torch.testing.assert_close(loss(logits[:, 6 * rank : 6 * rank + 6].contiguous(), labels), whole)
+
+
+def test_masked_parts():
+    over_processes(2, check_masked_parts)
+
+
+@pytest.mark.parametrize("in_triton", [False, True])
+def test_known_lse_of_a_masked_label(in_triton, device):
+    if in_triton:
+        pytest.importorskip("triton")
+    fwd = importlib.import_module("flash_attn._triton.xentropy").fwd if in_triton else xentropy.fwd
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0], [1.0, 2.0, -torch.inf]], device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    lse = logits.double().logsumexp(-1)
+    losses = fwd(logits, labels, lse, 0.0, 1.0, 0.0, -100, 0, 3)[0]
+    torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none"))

@@ -538,3 +538,20 @@ def test_a_loss_of_hidden_states_is_refused_where_the_head_must_be_called():
     model.lm_head.register_forward_hook(lambda *_: None)
     with pytest.raises(TypeError, match=r"loss_fn must have a method of_logits, .*found <function"):
         model(TOKENS, labels=TOKENS, loss_fn=own)
+
+
+def test_a_loss_that_derives_from_ours_is_itself_where_the_head_must_be_called():
+    class Doubled(LinearCrossEntropyLoss):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    class OfLogits(Doubled):
+        def of_logits(self, *args, **kwargs):
+            return 2 * super().of_logits(*args, **kwargs)
+
+    model = gpt(True)
+    expected = model(TOKENS, labels=TOKENS, loss_fn=Doubled()).loss
+    model.lm_head.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(model(TOKENS, labels=TOKENS, loss_fn=OfLogits()).loss, expected)
+    with pytest.raises(TypeError, match=r"loss_fn must have a method of_logits, .*found Doubled"):
+        model(TOKENS, labels=TOKENS, loss_fn=Doubled())

@@ -166,3 +166,20 @@ def test_slopes_are_on_the_default_device(device):
         module = MHA(96, 12, use_alibi=True, use_flash_attn=True)
     for inner in (module.inner_attn, module.inner_cross_attn):
         assert inner.alibi_slopes.device == module.Wqkv.weight.device
+
+
+@pytest.mark.parametrize("cls", [FlashSelfAttention, SelfAttention, FlashCrossAttention, CrossAttention])
+def test_what_is_in_the_place_of_the_dropout(cls):
+    class Doubled(nn.Dropout):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    q, kv = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 2, 8)
+    inputs = (torch.cat([q[:, :, None], kv], 2),) if "Self" in cls.__name__ else (q, kv)
+    module, plain = cls(attention_dropout=0.5).train(), cls().train()
+    module.drop = nn.Identity()
+    torch.testing.assert_close(module(*inputs), plain(*inputs))
+    for other in (Doubled(0.5), nn.Sequential(nn.Dropout(0.5))):
+        module.drop = other
+        with pytest.raises(TypeError, match=rf"drop must be nn.Dropout or nn.Identity, found {type(other).__name__}"):
+            module(*inputs)

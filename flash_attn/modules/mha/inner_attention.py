@@ -88,7 +88,7 @@ class _FlashAttention(nn.Module):
 
     def _options(self, causal: bool | None, device: torch.device) -> dict[str, Any]:
         return dict(
-            dropout_p=self.drop.p if self.drop.training else 0.0,
+            dropout_p=_dropout_p(self.drop),
             softmax_scale=self.softmax_scale,
             causal=self.causal if causal is None else causal,
             window_size=self.window_size,
@@ -226,7 +226,7 @@ class _TorchAttention(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            dropout_p=self.drop.p if self.drop.training else 0.0,
+            dropout_p=_dropout_p(self.drop),
             is_causal=is_causal,
             scale=self.softmax_scale or None,
             enable_gqa=q.shape[2] != k.shape[2],
@@ -309,3 +309,15 @@ def _unpacked(name: str, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
     checks.tensor(name, packed)
     checks.has_shape(name, packed, (None, None, parts, None, None))
     return packed.unbind(2)
+
+
+def _dropout_p(drop: nn.Module) -> float:
+    """What `drop` drops of the weights of attention, which are never in memory for it to be called with."""
+    if type(drop).forward is nn.Dropout.forward and isinstance(drop, nn.Dropout):
+        return drop.p if drop.training else 0.0
+    if isinstance(drop, nn.Identity):
+        return 0.0
+    raise TypeError(
+        f"drop must be nn.Dropout or nn.Identity, found {type(drop).__name__}: attention never has its weights in "
+        "memory, so another module cannot be called with them"
+    )

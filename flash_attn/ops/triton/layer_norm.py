@@ -241,7 +241,7 @@ class RMSNorm(torch.nn.Module):
         Returns a tensor like x; with prenorm also the sum, in float32 with residual_in_fp32.
         """
         dropout_p = 0.0
-        if self.drop is not None and not fusing.may_fuse(self.drop, (torch.nn.Dropout,), x):
+        if self.drop is not None and (not fusing.may_fuse(self.drop, (torch.nn.Dropout,), x) or self.drop.p == 1):
             x = self.drop(x)
         elif self.drop is not None and self.drop.training:
             dropout_p = self.drop.p

@@ -1,9 +1,10 @@
 """Numbers in the configuration of an object: text in their place would fail late, in a message without its key."""
 
+import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _TAKES_TEXT = {"str", "Any", "object", "Literal", "Callable"}  # words in the annotation of a parameter
@@ -43,14 +44,15 @@ def _numbers(options):
         classes.append(options["optimizer_class"].get("path"))
     parameters: dict[str, inspect.Parameter] = {}
     for target in map(_located, classes):
-        if target is not None:
-            parameters |= inspect.signature(target).parameters
+        if callable(target):
+            with contextlib.suppress(ValueError, TypeError):  # as of some that are written in C
+                parameters |= inspect.signature(target).parameters
     kinds = {name: _kind(parameter) for name, parameter in parameters.items()}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
-def _located(target) -> Callable | None:
-    """The class or function of this name, or None."""
+def _located(target):
+    """What has this name, or None."""
     module, _, name = str(target).rpartition(".")
     try:
         return getattr(importlib.import_module(module), name, None)
