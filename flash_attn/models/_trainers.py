@@ -251,10 +251,10 @@ def check_options(model: nn.Module, options: dict[str, Any], is_encoder: bool = 
 
 
 def as_asked(output: Any, return_dict: bool | None) -> Any:
-    """`output`, a NamedTuple; with return_dict=False a plain tuple of what is in it, as from transformers' models."""
+    """`output`, a ModelOutput; with return_dict=False a plain tuple of what is in it, as from transformers' models."""
     if return_dict is not None:
         checks.flag("return_dict", return_dict, "a bool or None")
-    return tuple(each for each in output if each is not None) if return_dict is False else output
+    return tuple(output) if return_dict is False else output
 
 
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, layout: str = "(batch, seqlen)") -> Tensor:

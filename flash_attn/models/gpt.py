@@ -18,7 +18,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast, overload
+from typing import Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_megatron,
 )
 from flash_attn.models._options import refuse_float64
+from flash_attn.models._outputs import ModelOutput
 from flash_attn.models._rope import depends_on_length, rotary_embedding
 from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models._tied import TiedWeights
@@ -76,7 +77,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class CausalLMOutput(NamedTuple):
+class CausalLMOutput(ModelOutput):
     """logits: (batch, seqlen, vocabulary) of the next tokens."""
 
     logits: Tensor
@@ -87,7 +88,7 @@ class CausalLMOutput(NamedTuple):
         raise AttributeError("loss is computed with labels or shift_labels only, found neither")
 
 
-class CausalLMLoss(NamedTuple):
+class CausalLMLoss(ModelOutput):
     """loss: a float32 scalar."""
 
     loss: Tensor
@@ -965,7 +966,7 @@ def _divided_by_name(options, function):
     return given, {name: value for name, value in options.items() if name not in own}
 
 
-class _BackboneOutput(NamedTuple):
+class _BackboneOutput(ModelOutput):
     last_hidden_state: Tensor
 
 
