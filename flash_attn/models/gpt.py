@@ -540,8 +540,9 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         Arguments:
             input_ids: (batch, seqlen) int64.
             position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... from the first token if None.
-                Rotary embeddings and ALiBi are relative and ignore them; then they must count up by 1 in each row,
-                with an error like that of attention_mask otherwise: they do not separate sequences within a row.
+                Rotary embeddings and ALiBi are relative and ignore them; then they must count up by 1 in each row. They
+                do not separate sequences within a row: learned positions that begin again at 0 there, or others that do
+                not count up, are an error like that of attention_mask.
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
             attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, which may be on either side of the tokens,
                 but not between them. Padding between them is an error on the CPU; on a GPU, where reading the mask
@@ -571,8 +572,9 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             leftpad, fits = _padding(attention_mask, tokens)
         if position_ids is not None:
             _check_of_tokens("position_ids", position_ids, tokens)
-            if inference_params is None and self.embeddings.max_position_embeddings <= 0:
-                counts = _count_up(position_ids.expand_as(tokens), attention_mask)
+            if inference_params is None:
+                is_learned = self.embeddings.max_position_embeddings > 0
+                counts = _one_sequence(position_ids.expand_as(tokens), attention_mask, is_learned)
                 fits = counts if fits is None else fits & counts
         if leftpad is not None:  # padding moves behind the tokens, where causality hides it
             if position_ids is not None:
@@ -630,17 +632,20 @@ def _padding(attention_mask, input_ids):
     return begins.int().argmax(1), fits
 
 
-def _count_up(position_ids, attention_mask):
-    """Whether the positions of each row's tokens count up by 1, (batch,)."""
-    fits = position_ids.diff(dim=1) == 1
+def _one_sequence(position_ids, attention_mask, is_learned):
+    """Whether the positions of each row's tokens are those of one sequence, (batch,): they count up by 1, or where they
+    are learned and may be any, none but the first is 0."""
+    fits = position_ids[:, 1:] != 0 if is_learned else position_ids.diff(dim=1) == 1
     if attention_mask is not None:
         fits |= (attention_mask[:, 1:] == 0) | (attention_mask[:, :-1] == 0)
     fits = fits.all(1)
     if _library.can_be_read_at_once(position_ids) and not fits.all():
         row = int((~fits).nonzero()[0])
+        expected = "not begin again at 0 within a row" if is_learned else "count up by 1 in each row"
         raise ValueError(
-            "position_ids must count up by 1 in each row without learned positions, as several sequences in one row "
-            f"are not told apart, found {position_ids[row].tolist()} in row {row}"
+            f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, as several "
+            "sequences in one row are not told apart: give each a row of its own, "
+            f"found {position_ids[row].tolist()} in row {row}"
         )
     return fits
 
@@ -875,7 +880,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 product with its weight (hooks, an adapter, another class), it is called, and its logits are given to
                 loss_fn.of_logits(logits, shift_labels), which a `LinearCrossEntropyLoss` has.
             num_items_in_batch: the loss is the sum over its labels divided by this number instead of their own, so that
-                losses of several batches add up to the mean over all of them. Not with loss_fn.
+                losses of several batches add up to the mean over all of them. It is the number of labels[:, 1:], or of
+                shift_labels, that are not -100, as transformers.Trainer counts them: where labels of padding or of the
+                token after it are among them, the sum without those is scaled to this number. Not with loss_fn.
             return_dict: False gives a plain tuple with the loss or the logits in it.
             options: shift_labels (batch, seqlen), instead of labels: the token that follows each of input_ids, or -100.
                 What else transformers' models take may be given where it asks for nothing, as use_cache=False.
@@ -908,14 +915,18 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         hidden = self._before_head(hidden)
         if labels is not None or shift_labels is not None:
             following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
-            return as_asked(CausalLMLoss(self._loss(hidden, following, loss_fn, num_items_in_batch)), return_dict)
+            loss = self._loss(hidden, following, loss_fn, num_items_in_batch)
+            if num_items_in_batch is not None and attention_mask is not None:
+                counted = (labels[:, 1:] if shift_labels is None else shift_labels) != -100
+                loss = loss * (counted.sum() / (following != -100).sum().clamp(min=1))
+            return as_asked(CausalLMLoss(loss=loss), return_dict)
         logits = self.lm_head(hidden)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.process_group is not None and inference_params is not None:
             parts, _ = all_gather_raw(logits.contiguous(), self.process_group)
             logits = torch.cat(parts.chunk(dist.get_world_size(self.process_group)), dim=-1)
-        return as_asked(CausalLMOutput(logits), return_dict)
+        return as_asked(CausalLMOutput(logits=logits), return_dict)
 
     def _before_head(self, hidden):
         """What the head multiplies by its weight."""
@@ -997,7 +1008,7 @@ class _Backbone:
         given, rest = _divided_by_name(kwargs, type(model.transformer).forward)
         rest.pop("return_dict", None)
         check_options(model, rest)
-        return _BackboneOutput(model._before_head(model.transformer(input_ids, **given)))
+        return _BackboneOutput(last_hidden_state=model._before_head(model.transformer(input_ids, **given)))
 
 
 class _NormedHead(nn.Linear):

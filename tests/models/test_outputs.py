@@ -155,3 +155,24 @@ def test_columns_that_forward_names(name):
     named = inspect.signature(berts.BertModel.forward).parameters
     of_encoder = {key for key, each in named.items() if each.kind != each.VAR_KEYWORD} - {"masked_tokens_mask"}
     assert of_encoder <= set(inspect.signature(getattr(berts, name).forward).parameters)
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("labels", ["of tokens", "of padding, too"])
+def test_accumulated_gradients_of_padded_rows(padding, labels, tmp_path):
+    """Two batches of two rows in one step of Trainer: the gradient of the mean over all of their labels."""
+    model, rows = gpt(), rows_of("gpt")
+    for row in rows:
+        row["labels"] = row["input_ids"]
+        if padding == "left":
+            row["attention_mask"] = row["attention_mask"].flip(0)
+        if labels == "of tokens":
+            row["labels"] = row["labels"].masked_fill(row["attention_mask"] == 0, -100)
+    model(**batch(rows)).loss.backward()
+    expected = [each.detach() - each.grad for each in model.parameters()]
+    model.zero_grad()
+    options = dict(gradient_accumulation_steps=2, per_device_train_batch_size=2, optim="sgd", learning_rate=1.0)
+    how = arguments(tmp_path, **options, max_grad_norm=0.0, lr_scheduler_type="constant",
+                    train_sampling_strategy="sequential")  # fmt: skip
+    transformers.Trainer(model, how, train_dataset=rows).train()
+    torch.testing.assert_close([each.detach() for each in model.parameters()], expected, rtol=1e-4, atol=1e-5)
