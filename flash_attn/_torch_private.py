@@ -174,6 +174,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile(module) was made of; `module` itself if it was not, or if torch hides it."""
+    return getattr(module, "_orig_mod", module)
+
+
+def without_compiled(name: str) -> str:
+    """The name that a parameter has in a model of which no module was replaced by torch.compile(module)."""
+    return name.replace("_orig_mod.", "")
+
+
 def storage_id(x: torch.Tensor) -> int:
     """A number that tensors share if and only if they share storage. If torch has none, the address of the storage,
     which all empty storages share.

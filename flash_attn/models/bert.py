@@ -38,7 +38,7 @@ from flash_attn.models._options import (
     the_dtype,
 )
 from flash_attn.models._outputs import ModelOutput
-from flash_attn.models._saving import write_folder
+from flash_attn.models._saving import state_to_save, write_folder
 from flash_attn.models._tied import TiedWeights, check_tied
 from flash_attn.models._trainers import (
     LayerStack,
@@ -604,7 +604,7 @@ class BertPreTrainedModel(TiedWeights, TrainerMethods):
 
     def _their_state_dict(self):
         """Parameters by transformers' names. Of those that are tied, only the word embeddings."""
-        state_dict = self.state_dict()
+        state_dict = state_to_save(self)
         if self._tied_modules() and self.is_tied:
             del state_dict["cls.predictions.decoder.weight"]
         result = inv_remap_state_dict(state_dict, self.config, legacy_names=False)
