@@ -30,8 +30,18 @@ class TiedWeights(nn.Module):
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:
-        """As peft asks which weights are tied to those of the embedding."""
-        return {f"{second}.weight": f"{first}.weight" for (first, second), *_ in self._tied_pairs()}
+        """As peft asks which weights are tied to those of the embedding: not those of a layer that has replaced one.
+
+        peft asks again when it has put a wrapper around one of the two, whose weight is no parameter.
+        """
+        may_be_tied = [names for names, *_ in self._tied_pairs()]
+        apart = []
+        for names, first, second in self._pairs():
+            one, other = _weight(first), _weight(second)
+            if names not in may_be_tied and one is not None and other is not None and one is not other:
+                apart.append(names)
+        tied = [names for names in self._tied_modules() if names not in apart]
+        return {f"{second}.weight": f"{first}.weight" for first, second in tied}
 
     def _mark_tied(self) -> None:
         """Say that the constructor made these modules."""
