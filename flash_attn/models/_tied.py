@@ -1,11 +1,14 @@
 """Weights that a model has under two names, as those of the embedding and the head: they stay one tensor."""
 
-from typing import Any
+import warnings
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
 from flash_attn._torch_private import uncompiled, without_compiled
+
+Self = TypeVar("Self", bound="TiedWeights")
 
 
 class _Tie:
@@ -23,6 +26,8 @@ class TiedWeights(nn.Module):
       `load_state_dict` with or without assign. A state dict may have any of their names, or all with equal values.
     - Each entry of `state_dict` has memory of its own, as safetensors needs it, unless keep_vars is set.
     """
+
+    _has_warned = False  # of an adapter
 
     def _tied_modules(self) -> list[tuple[str, str]]:
         """Names of pairs of modules that the configuration ties: the second has the weight of the first."""
@@ -84,6 +89,27 @@ class TiedWeights(nn.Module):
         """
         for _, first, second in self._tied_pairs():
             second.weight = first.weight
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """As that of every module, but warns once of an adapter on one of two tied layers, which merging gives to both.
+
+        mode: whether to train.
+        """
+        if mode and not self._has_warned:
+            for names, *modules in self._pairs():
+                # peft's name for the layer within an adapter. Where both have one, they are meant to be the same.
+                bases = [getattr(module, "base_layer", module) for module in modules]
+                adapted = [name for name, module, base in zip(names, modules, bases) if module is not base]
+                if len(adapted) == 1 and _weight(bases[0]) is _weight(bases[1]) is not None:
+                    self._has_warned = True
+                    (other,) = set(names) - set(adapted)
+                    warnings.warn(
+                        f"{adapted[0]} has an adapter, and its weight is also that of {other}: merging the adapter "
+                        "changes both. Leave it out, as by LoraConfig(exclude_modules="
+                        f"[{adapted[0].rpartition('.')[2]!r}]), or make the model with tie_word_embeddings=False",
+                        stacklevel=2,
+                    )
+        return super().train(mode)
 
     def _owners(self, *, by_configuration: bool) -> list[list[tuple[str, nn.Module, str]]]:
         """The parameters with several names, each as a list of (name, module, name within it).

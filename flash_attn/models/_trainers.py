@@ -308,6 +308,8 @@ def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, layout: st
     assert inputs_embeds is not None
     checks.tensor("inputs_embeds", inputs_embeds)
     checks.ndim("inputs_embeds", inputs_embeds, layout.replace(")", ", features)"))
+    if not inputs_embeds.is_floating_point():
+        raise TypeError(f"inputs_embeds must be of a floating point dtype, found {inputs_embeds.dtype}: give input_ids")
     return inputs_embeds[..., 0]
 
 

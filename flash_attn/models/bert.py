@@ -701,7 +701,8 @@ class BertModel(BertPreTrainedModel):
 
         Arguments:
             input_ids: (batch, seqlen), token ids.
-            position_ids: (seqlen,) or (batch, seqlen); 0 to seqlen - 1 if None.
+            position_ids: (seqlen,) or (batch, seqlen); 0 to seqlen - 1 if None. The second argument here, where
+                transformers' BertModel has attention_mask: give both by name.
             token_type_ids: (batch, seqlen); 0 if None.
             attention_mask: (batch, seqlen), bool or integers, 0 for padding.
             masked_tokens_mask: (batch, seqlen) bool, the tokens of which hidden states are wanted.
@@ -809,7 +810,8 @@ class BertForPreTraining(_BertWithHead):
         Arguments:
             input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds, return_dict, options: as in
                 `BertModel`.
-            labels: (batch, seqlen) int64, the ids of masked tokens; 0 and less for tokens that are not masked.
+            labels: (batch, seqlen) int64, the ids of masked tokens; 0 and less for tokens that are not masked: unlike
+                elsewhere, the label 0 does not count, no more than -100 does.
             next_sentence_label: (batch,) int64, 0 or 1; -1 where there is none.
 
         Returns a BertForPreTrainingOutput. With dense_seq_output and labels, prediction_logits are those of masked
@@ -1141,7 +1143,9 @@ class BertForQuestionAnswering(_BertWithHead):
                 for each, right in zip(logits, (start_positions, end_positions), strict=True)
             )
             loss = _of_items((start + end) / 2, num_items_in_batch)
-        return as_asked(BertForQuestionAnsweringOutput(loss=loss, start_logits=logits[0], end_logits=logits[1]), return_dict)
+        return as_asked(
+            BertForQuestionAnsweringOutput(loss=loss, start_logits=logits[0], end_logits=logits[1]), return_dict
+        )
 
 
 def _reduction(num_items_in_batch):

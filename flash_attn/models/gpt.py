@@ -447,7 +447,11 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
 
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
-        """Takes another one."""
+        """Takes another one, a transformers.GenerationConfig or a dict of its fields; None makes one of `config`."""
+        if not (value is None or isinstance(value, dict) or hasattr(value, "to_diff_dict")):
+            raise TypeError(
+                f"generation_config must be a transformers.GenerationConfig, a dict or None, found {value!r}"
+            )
         self._generation_config = value
 
     def _first_weights(self, module: nn.Module) -> None:
@@ -664,6 +668,9 @@ def _embeddings(s, process_group, device, dtype):
     )  # fmt: skip
 
 
+_NAME_OF_DECODERS = "GPT2LMHeadModel"
+
+
 class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     """The decoder with the head that gives logits of the next token.
 
@@ -740,6 +747,15 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         """
         super().tie_weights()
         self.transformer.tie_weights()
+
+    def _get_name(self) -> str:
+        """By which transformers.Trainer tells whether its label smoothing compares a label with the logits before it:
+        one of the names that it knows. torch asks for it in `__repr__`, which shows the name of the class.
+        """
+        return _NAME_OF_DECODERS
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(_NAME_OF_DECODERS, type(self).__name__, 1)
 
     @property
     def base_model(self) -> "_Backbone":

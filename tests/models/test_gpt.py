@@ -729,7 +729,7 @@ def test_positions_of_several_sequences_in_a_row(is_learned, device):
     model, x = GPTLMHeadModel(config_of(**{} if is_learned else LLAMA), device=device), ids(device=device)
     expected, positions = model(x).logits, torch.arange(12, device=device)
     for given in (positions, positions + 3, positions.expand(2, -1)):
-        assert torch.equal(model(x, position_ids=given).logits, expected) or is_learned and given[..., 0].any()
+        assert torch.equal(model(x, position_ids=given).logits, expected) or (is_learned and given[..., 0].any())
     packed = torch.stack([positions, positions % 5])
     mask = torch.ones_like(x)
     mask[1, :5] = mask[1, 10:] = 0

@@ -62,7 +62,7 @@ def test_output(name):
                 each[missing]
     keys = [path[0].name for path, _ in pytree.tree_flatten_with_path(output)[0]]
     assert keys == list(there)
-    assert output == cls(*output) or len(values) == 1 and output[0] is cls(*output)[0]
+    assert output == cls(*output) or (len(values) == 1 and output[0] is cls(*output)[0])
     assert repr(output).startswith(f"{cls.__name__}({next(iter(there))}=tensor")
     with pytest.raises(AttributeError):
         setattr(output, next(iter(there)), A)
@@ -111,7 +111,9 @@ def rows_of(name, labels=True):
         mask[12 - 4 * (i % 2) :] = 0
         row = dict(input_ids=x, attention_mask=mask) | ({} if name == "gpt" else dict(token_type_ids=x % 2))
         if name == "BertForMultipleChoice":
-            row = {key: torch.stack((value, value.roll(1) if key == "input_ids" else value)) for key, value in row.items()}
+            row = {
+                key: torch.stack((value, value.roll(1) if key == "input_ids" else value)) for key, value in row.items()
+            }
         of_head = dict(labels=torch.tensor(i % 2))
         if name in ("gpt", "BertForMaskedLM", "BertForPreTraining"):
             of_head = dict(labels=x.masked_fill(mask == 0, 0 if name == "BertForPreTraining" else -100))
@@ -176,3 +178,14 @@ def test_accumulated_gradients_of_padded_rows(padding, labels, tmp_path):
                     train_sampling_strategy="sequential")  # fmt: skip
     transformers.Trainer(model, how, train_dataset=rows).train()
     torch.testing.assert_close([each.detach() for each in model.parameters()], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_label_smoothing_of_trainer(tmp_path):
+    """It compares each label with the logits before it, as its list of names says of decoders; ours is on it."""
+    model, rows = gpt(), rows_of("gpt")
+    trainer = transformers.Trainer(model, arguments(tmp_path, label_smoothing_factor=0.2), train_dataset=rows)
+    given = batch(rows)
+    logits, labels = model(given["input_ids"]).logits[:, :-1], given["labels"][:, 1:]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2)
+    torch.testing.assert_close(trainer.compute_loss(model, given), expected)
+    assert repr(model).startswith("GPTLMHeadModel(") and "GPT2LM" not in repr(model)

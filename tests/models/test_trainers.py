@@ -286,6 +286,10 @@ def test_generation_config(tmp_path):
     again = GPTLMHeadModel.from_pretrained(tmp_path)
     assert (again.generation_config.pad_token_id, again.generation_config.eos_token_id) == (3, 7)
     assert transformers.GenerationConfig.from_pretrained(tmp_path).pad_token_id == 3
+    model.generation_config = dict(pad_token_id=4)
+    assert model.generation_config.pad_token_id == 4
+    with pytest.raises(TypeError, match=r"generation_config must be a transformers\.GenerationConfig, a dict or None"):
+        model.generation_config = "greedy"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -414,6 +418,8 @@ def test_arguments_that_are_not_known(make):
         model(inputs_embeds=torch.randn(2, 12))
     with pytest.raises(ValueError, match=r"inputs_embeds must have shape .*64\), found \(2, 12, 63\)"):
         model(inputs_embeds=torch.randn(2, 12, 63))
+    with pytest.raises(TypeError, match=r"inputs_embeds must be of a floating point dtype, found torch\.int64"):
+        model(inputs_embeds=torch.ones(2, 12, 64, dtype=torch.int64))
     with pytest.raises(TypeError, match="return_dict must be a bool or None"):
         model(x, return_dict="yes")
 
