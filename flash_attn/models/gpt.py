@@ -933,8 +933,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
             loss = self._loss(hidden, following, loss_fn, num_items_in_batch)
             if num_items_in_batch is not None and attention_mask is not None:
-                counted = (labels[:, 1:] if shift_labels is None else shift_labels) != -100
-                loss = loss * (counted.sum() / (following != -100).sum().clamp(min=1))
+                loss = loss * _counted_by_trainers(labels, shift_labels, following)
             return as_asked(CausalLMLoss(loss=loss), return_dict)
         logits = self.lm_head(hidden)
         if self.softcap is not None:
@@ -1067,6 +1066,12 @@ def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):
         given = labels if is_padding is None else labels.masked_fill(is_padding, -100)
         given = F.pad(given[:, 1:], (0, 1), value=-100)
     return given if is_padding is None else given.masked_fill(is_padding, -100)
+
+
+def _counted_by_trainers(labels, shift_labels, following):
+    """How many labels there are for transformers.Trainer, which knows of no padding, divided by how many have a loss."""
+    counted = (labels[:, 1:] if shift_labels is None else shift_labels) != -100
+    return counted.sum() / (following != -100).sum().clamp(min=1)
 
 
 def _shift_norms(state_dict, n_layer):
