@@ -1069,7 +1069,7 @@ def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):
 
 
 def _counted_by_trainers(labels, shift_labels, following):
-    """How many labels there are for transformers.Trainer, which knows of no padding, divided by how many have a loss."""
+    """How many labels there are for transformers.Trainer, which knows no padding, divided by how many have a loss."""
     counted = (labels[:, 1:] if shift_labels is None else shift_labels) != -100
     return counted.sum() / (following != -100).sum().clamp(min=1)
 
