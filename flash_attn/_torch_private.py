@@ -174,6 +174,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile(module) was made of; `module` itself if it was not, or if torch hides it."""
+    return getattr(module, "_orig_mod", module)
+
+
+def without_compiled(name: str) -> str:
+    """The name that a parameter has in a model of which no module was replaced by torch.compile(module)."""
+    return name.replace("_orig_mod.", "")
+
+
 def storage_id(x: torch.Tensor) -> int:
     """A number that tensors share if and only if they share storage. If torch has none, the address of the storage,
     which all empty storages share.
@@ -198,3 +208,26 @@ def memory_events(profile: torch.profiler.profile) -> list[Any]:
     """
     results = _needed(_needed(profile, "profiler"), "kineto_results")
     return [event for event in results.events() if event.name() == "[memory]"]
+
+
+def register_pytree(
+    cls: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Iterable[Any], Any], Any]
+) -> None:
+    """Let torch look into instances of `cls`, as torch.export and fully_shard do. If torch hides the register, each
+    counts as one value: gradients do not flow through it there.
+
+    Arguments:
+        flatten: an instance -> (its values, their names).
+        unflatten: (values, names) -> an instance.
+    """
+    register = getattr(getattr(torch.utils, "_pytree", None), "register_pytree_node", None)
+    if register is None:
+        return
+    key = torch.utils._pytree.GetAttrKey
+
+    def with_keys(instance):
+        values, names = flatten(instance)
+        return [(key(name), value) for name, value in zip(names, values)], names
+
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    register(cls, flatten, unflatten, serialized_type_name=name, flatten_with_keys_fn=with_keys)

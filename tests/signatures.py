@@ -4,7 +4,10 @@ Callers rely on the names, the order and the defaults of parameters. Annotations
 a default that is a function or a class stands as its name.
 """
 
-_HEAD = "self, input_ids=None, *, labels=None, num_items_in_batch=None, return_dict=None, **inputs"  # of BERT
+_HEAD = (  # of BERT
+    "self, input_ids=None, *, position_ids=None, token_type_ids=None, attention_mask=None, inputs_embeds=None, "
+    "labels=None, num_items_in_batch=None, return_dict=None, **options"
+)
 SIGNATURES = {
     "flash_attn.bert_padding": {
         "index_first_axis": "input, indices",
@@ -304,8 +307,8 @@ SIGNATURES = {
         "BertForMultipleChoice.forward": _HEAD,
         "BertForQuestionAnswering": "config",
         "BertForQuestionAnswering.forward": (
-            "self, input_ids=None, *, start_positions=None, end_positions=None, num_items_in_batch=None, "
-            "return_dict=None, **inputs"
+            "self, input_ids=None, *, position_ids=None, token_type_ids=None, attention_mask=None, inputs_embeds=None, "
+            "start_positions=None, end_positions=None, num_items_in_batch=None, return_dict=None, **options"
         ),
         "remap_state_dict": "state_dict, config",
         "inv_remap_state_dict": "state_dict, config, legacy_names=True",

@@ -13,7 +13,7 @@ from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known
 from flash_attn.models._family import find_family
 from flash_attn.models._loading import listed, pieces
 from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_dtype
-from flash_attn.models._saving import number_of_bytes, write_folder
+from flash_attn.models._saving import number_of_bytes, state_to_save, write_folder
 from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import (
     checkpoint_files,
@@ -243,7 +243,7 @@ def save(model, folder, name, max_shard_size):
         name = "gpt2"
     family = find_family(name=name, model_type=None if source is None else source["model_type"])
     prefix, config = _prefix(model), model.config
-    ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
+    ours = {prefix + key: tensor for key, tensor in state_to_save(model).items()}
     if settings(config).tie_word_embeddings and not prefix:
         if model.is_tied:
             del ours["lm_head.weight"]

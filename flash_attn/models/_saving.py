@@ -7,9 +7,10 @@ import re
 import tempfile
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_attn._ops import checks
+from flash_attn._torch_private import without_compiled
 
 _WEIGHTS = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
@@ -40,6 +41,24 @@ def write_folder(
     for path in list(folder.iterdir()):
         if _WEIGHTS.fullmatch(path.name) and path.name not in names:
             path.unlink()
+
+
+def state_to_save(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict without gradients, by the names that a model without torch.compile has.
+
+    Raises ValueError for a parameter that is divided over processes, as by fully_shard.
+    """
+    result = {}
+    for name, tensor in model.state_dict().items():
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"parameters must be whole to be saved, found a DTensor, {name}: let every process call "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True, cpu_offload=True)), then load what the first one gets into a model that is not "
+                "divided, and save that"
+            )
+        result[without_compiled(name)] = tensor.detach()
+    return result
 
 
 def number_of_bytes(size: int | str) -> int:

@@ -17,7 +17,8 @@ from flash_attn._ops import checks
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers computed again in the backward
 
-_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+_FLAGS = ("use_reentrant", "preserve_rng_state", "debug", "early_stop")
+_OPTIONS = (*_FLAGS, "context_fn", "determinism_check")
 
 
 class _Checkpointing(NamedTuple):
@@ -66,6 +67,7 @@ class TrainerMethods(nn.Module):
     model_tags: list[str] | None = None
     _keys_to_ignore_on_save = None
     _require_grads_hook: Any = None
+    _checkpointing_has_hook = False  # it is there only for layers that are computed again
 
     def _input_name(self) -> str:
         """The name of the module that embeds the input."""
@@ -82,9 +84,11 @@ class TrainerMethods(nn.Module):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the module that embeds the input. A head that was tied to it keeps its weight, and is tied no more.
 
-        value: the new module.
+        value: the new module. With `enable_input_require_grads`, its output gets a gradient, too.
         """
         self._put(self._input_name(), value)
+        if self._require_grads_hook is not None:
+            self._hook_inputs()
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The layer that gives logits of tokens, None if there is none."""
@@ -104,6 +108,16 @@ class TrainerMethods(nn.Module):
     def _put(self, name, module):
         owner, _, leaf = name.rpartition(".")
         setattr(self.get_submodule(owner), leaf, module)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first parameter of floating point numbers."""
+        return next(each.dtype for each in self.parameters() if each.is_floating_point())
 
     @property
     def is_gradient_checkpointing(self) -> bool:
@@ -142,19 +156,34 @@ class TrainerMethods(nn.Module):
         for name in given:
             if name not in _OPTIONS:
                 raise TypeError(f"gradient_checkpointing_kwargs must have names of {_OPTIONS}, found {name!r}")
+            if name in _FLAGS:
+                checks.flag(f"gradient_checkpointing_kwargs[{name!r}]", given[name])
         checks.integer("every_n_layers", every_n_layers)
         checks.number("every_n_layers", every_n_layers, every_n_layers > 0, "positive")
         checks.flag("offload", offload)
         how = _Checkpointing(_USUAL.options | given, every_n_layers, offload)
         for stack in self._stacks():
             stack.gradient_checkpointing, stack._checkpointing = True, how
-        if how.options["use_reentrant"]:
+        if not how.options["use_reentrant"]:
+            self._remove_hook_of_checkpointing()
+        elif self._require_grads_hook is None:
             self.enable_input_require_grads()
+            self._checkpointing_has_hook = True
+        else:  # which may be on an embedding that has been replaced
+            self._hook_inputs()
 
     def gradient_checkpointing_disable(self) -> None:
-        """Save the activations of all layers for the backward, as without `gradient_checkpointing_enable`."""
+        """Save the activations of all layers for the backward, as without `gradient_checkpointing_enable`.
+
+        What that did to the output of the embedding, it undoes.
+        """
         for stack in self._stacks():
             stack.gradient_checkpointing, stack._checkpointing = False, _USUAL
+        self._remove_hook_of_checkpointing()
+
+    def _remove_hook_of_checkpointing(self):
+        if self._checkpointing_has_hook:
+            self.disable_input_require_grads()
 
     def activation_checkpointing_enable(
         self,
@@ -181,14 +210,21 @@ class TrainerMethods(nn.Module):
 
     def enable_input_require_grads(self) -> None:
         """Give the output of the embedding a gradient, even where the embedding is frozen."""
-        if self._require_grads_hook is None:
-            self._require_grads_hook = self.get_input_embeddings().register_forward_hook(_require_grad)
+        self._hook_inputs()
+        self._checkpointing_has_hook = False
+
+    def _hook_inputs(self):
+        """Let the present embedding, and no other, have the hook."""
+        if self._require_grads_hook is not None:
+            self._require_grads_hook.remove()
+        self._require_grads_hook = self.get_input_embeddings().register_forward_hook(_require_grad)
 
     def disable_input_require_grads(self) -> None:
         """Undo `enable_input_require_grads`."""
         if self._require_grads_hook is not None:
             self._require_grads_hook.remove()
             self._require_grads_hook = None
+        self._checkpointing_has_hook = False
 
     def add_model_tags(self, tags: list[str] | str) -> None:
         """Add to `model_tags`, which peft writes to the card of an adapter.
@@ -251,10 +287,10 @@ def check_options(model: nn.Module, options: dict[str, Any], is_encoder: bool = 
 
 
 def as_asked(output: Any, return_dict: bool | None) -> Any:
-    """`output`, a NamedTuple; with return_dict=False a plain tuple of what is in it, as from transformers' models."""
+    """`output`, a ModelOutput; with return_dict=False a plain tuple of what is in it, as from transformers' models."""
     if return_dict is not None:
         checks.flag("return_dict", return_dict, "a bool or None")
-    return tuple(each for each in output if each is not None) if return_dict is False else output
+    return tuple(output) if return_dict is False else output
 
 
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, layout: str = "(batch, seqlen)") -> Tensor:
@@ -272,6 +308,8 @@ def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, layout: st
     assert inputs_embeds is not None
     checks.tensor("inputs_embeds", inputs_embeds)
     checks.ndim("inputs_embeds", inputs_embeds, layout.replace(")", ", features)"))
+    if not inputs_embeds.is_floating_point():
+        raise TypeError(f"inputs_embeds must be of a floating point dtype, found {inputs_embeds.dtype}: give input_ids")
     return inputs_embeds[..., 0]
 
 

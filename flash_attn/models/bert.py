@@ -18,7 +18,7 @@ import pathlib
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,8 @@ from flash_attn.models._options import (
     refuse_float64,
     the_dtype,
 )
-from flash_attn.models._saving import write_folder
+from flash_attn.models._outputs import ModelOutput
+from flash_attn.models._saving import state_to_save, write_folder
 from flash_attn.models._tied import TiedWeights, check_tied
 from flash_attn.models._trainers import (
     LayerStack,
@@ -425,7 +426,7 @@ class _NextSentenceHead(nn.Module):
 # What models return
 
 
-class BertModelOutput(NamedTuple):
+class BertModelOutput(ModelOutput):
     """last_hidden_state (batch, seqlen, hidden_size), or (masked tokens, hidden_size) of these alone; pooler_output
     (batch, hidden_size), or None without a pooler."""
 
@@ -433,27 +434,27 @@ class BertModelOutput(NamedTuple):
     pooler_output: Tensor | None = None
 
 
-class BertForPreTrainingOutput(NamedTuple):
+class BertForPreTrainingOutput(ModelOutput):
     """loss, a scalar or None; prediction_logits (batch, seqlen, vocab_size), or (masked tokens, vocab_size);
     seq_relationship_logits (batch, 2)."""
 
-    loss: Tensor | None
+    loss: Tensor | None = None
     prediction_logits: Tensor
     seq_relationship_logits: Tensor
 
 
-class BertHeadOutput(NamedTuple):
+class BertHeadOutput(ModelOutput):
     """loss, a scalar or None without labels; logits, (batch, seqlen, classes), (masked tokens, classes),
     (batch, classes) or (batch, choices)."""
 
-    loss: Tensor | None
+    loss: Tensor | None = None
     logits: Tensor
 
 
-class BertForQuestionAnsweringOutput(NamedTuple):
+class BertForQuestionAnsweringOutput(ModelOutput):
     """loss, a scalar or None without positions; start_logits and end_logits, (batch, seqlen)."""
 
-    loss: Tensor | None
+    loss: Tensor | None = None
     start_logits: Tensor
     end_logits: Tensor
 
@@ -603,7 +604,7 @@ class BertPreTrainedModel(TiedWeights, TrainerMethods):
 
     def _their_state_dict(self):
         """Parameters by transformers' names. Of those that are tied, only the word embeddings."""
-        state_dict = self.state_dict()
+        state_dict = state_to_save(self)
         if self._tied_modules() and self.is_tied:
             del state_dict["cls.predictions.decoder.weight"]
         result = inv_remap_state_dict(state_dict, self.config, legacy_names=False)
@@ -700,7 +701,8 @@ class BertModel(BertPreTrainedModel):
 
         Arguments:
             input_ids: (batch, seqlen), token ids.
-            position_ids: (seqlen,) or (batch, seqlen); 0 to seqlen - 1 if None.
+            position_ids: (seqlen,) or (batch, seqlen); 0 to seqlen - 1 if None. The second argument here, where
+                transformers' BertModel has attention_mask: give both by name.
             token_type_ids: (batch, seqlen); 0 if None.
             attention_mask: (batch, seqlen), bool or integers, 0 for padding.
             masked_tokens_mask: (batch, seqlen) bool, the tokens of which hidden states are wanted.
@@ -728,9 +730,10 @@ class BertModel(BertPreTrainedModel):
         hidden_states = self.emb_drop(_normed(self.config, self.emb_ln, hidden_states))
         if masked_tokens_mask is None:
             hidden_states = self.encoder(hidden_states, mask)
-            return BertModelOutput(hidden_states, None if self.pooler is None else self.pooler(hidden_states))
+            pooled = None if self.pooler is None else self.pooler(hidden_states)
+            return BertModelOutput(last_hidden_state=hidden_states, pooler_output=pooled)
         if self.pooler is None:
-            return BertModelOutput(self.encoder(hidden_states, mask, masked_tokens_mask))
+            return BertModelOutput(last_hidden_state=self.encoder(hidden_states, mask, masked_tokens_mask))
         first = torch.zeros_like(masked_tokens_mask)
         first[:, 0] = True
         subset = masked_tokens_mask | first
@@ -738,7 +741,7 @@ class BertModel(BertPreTrainedModel):
         # With a static size, because torch.compile cannot know that the subset has one first token of each sequence.
         first_places = first[subset].nonzero_static(size=first.shape[0]).squeeze(1)
         pooled = self.pooler(hidden_states[first_places], pool=False)
-        return BertModelOutput(hidden_states[masked_tokens_mask[subset]], pooled)
+        return BertModelOutput(last_hidden_state=hidden_states[masked_tokens_mask[subset]], pooler_output=pooled)
 
 
 class _BertWithHead(BertPreTrainedModel):
@@ -746,17 +749,17 @@ class _BertWithHead(BertPreTrainedModel):
 
     accepts_loss_kwargs = True  # transformers.Trainer: forward takes num_items_in_batch
 
-    def _encode(self, masked, **inputs):
+    def _encode(self, masked, *inputs, **options):
         """What the encoder returns. With dense_seq_output, hidden states of the masked tokens alone, if any are given.
 
         masked: (batch, seqlen) bool, or None.
         """
         if masked is None or not _option(self.config, "dense_seq_output"):
-            return self.bert(**inputs)
+            return self.bert(*inputs, **options)
         if _option(self.config, "last_layer_subset"):
-            return self.bert(**inputs, masked_tokens_mask=masked)
-        hidden_states, pooled = self.bert(**inputs)
-        return BertModelOutput(_rows(hidden_states, masked), pooled)
+            return self.bert(*inputs, **options, masked_tokens_mask=masked)
+        encoded = self.bert(*inputs, **options)
+        return encoded._replace(last_hidden_state=_rows(encoded.last_hidden_state, masked))
 
     def _vocab_size(self):
         """How many classes labels of tokens have: without the padding of the vocabulary."""
@@ -807,7 +810,8 @@ class BertForPreTraining(_BertWithHead):
         Arguments:
             input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds, return_dict, options: as in
                 `BertModel`.
-            labels: (batch, seqlen) int64, the ids of masked tokens; 0 and less for tokens that are not masked.
+            labels: (batch, seqlen) int64, the ids of masked tokens; 0 and less for tokens that are not masked: unlike
+                elsewhere, the label 0 does not count, no more than -100 does.
             next_sentence_label: (batch,) int64, 0 or 1; -1 where there is none.
 
         Returns a BertForPreTrainingOutput. With dense_seq_output and labels, prediction_logits are those of masked
@@ -822,22 +826,19 @@ class BertForPreTraining(_BertWithHead):
         if next_sentence_label is not None:
             _check_labels("next_sentence_label", next_sentence_label, tokens.shape[:1])
             xentropy.check_classes(next_sentence_label, 2, -1, "next_sentence_label")
-        outputs = self._encode(
-            masked,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            token_type_ids=token_type_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            **options,
+        encoded = self._encode(
+            masked, input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds=inputs_embeds, **options
         )
-        predictions, relationship = self.cls(*outputs)
+        predictions, relationship = self.cls(encoded.last_hidden_state, encoded.pooler_output)
         loss = None
         if labels is not None and next_sentence_label is not None:
             prediction_loss = self._prediction_loss(predictions, labels, masked, ignore_index=0)
             relationship_loss = self._cross_entropy(ignore_index=-1)(relationship, next_sentence_label)
             loss = prediction_loss.float() + relationship_loss.float()
-        return as_asked(BertForPreTrainingOutput(loss, predictions, relationship), return_dict)
+        output = BertForPreTrainingOutput(
+            loss=loss, prediction_logits=predictions, seq_relationship_logits=relationship
+        )
+        return as_asked(output, return_dict)
 
 
 class BertForMaskedLM(_BertWithHead):
@@ -853,10 +854,14 @@ class BertForMaskedLM(_BertWithHead):
         self,
         input_ids: Tensor | None = None,
         *,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
-        **inputs: Any,
+        **options: Any,
     ) -> BertHeadOutput:
         """Logits (batch, seqlen, vocab_size), and with labels the mean cross entropy of tokens that have one.
 
@@ -864,20 +869,23 @@ class BertForMaskedLM(_BertWithHead):
             labels: (batch, seqlen) int64, -100 for tokens that are not masked.
             num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
                 so that losses of several batches add up to the mean over all of them.
-            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
-                inputs_embeds.
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds, return_dict, options: as in
+                `BertModel`.
 
         Returns a BertHeadOutput. With dense_seq_output and labels, logits are those of masked tokens alone, (tokens,
         vocab_size).
         """
         masked = None
         if labels is not None:
-            _check_like("labels", labels, tokens_of(input_ids, inputs.get("inputs_embeds")), (torch.int64,))
+            _check_like("labels", labels, tokens_of(input_ids, inputs_embeds), (torch.int64,))
             xentropy.check_classes(labels, self._vocab_size())
             masked = labels != -100
-        logits = self.cls(self._encode(masked, input_ids=input_ids, **inputs).last_hidden_state)
+        encoded = self._encode(
+            masked, input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds=inputs_embeds, **options
+        )
+        logits = self.cls(encoded.last_hidden_state)
         loss = None if labels is None else self._prediction_loss(logits, labels, masked, -100, num_items_in_batch)
-        return as_asked(BertHeadOutput(loss, logits), return_dict)
+        return as_asked(BertHeadOutput(loss=loss, logits=logits), return_dict)
 
 
 class BertForNextSentencePrediction(_BertWithHead):
@@ -893,10 +901,14 @@ class BertForNextSentencePrediction(_BertWithHead):
         self,
         input_ids: Tensor | None = None,
         *,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
-        **inputs: Any,
+        **options: Any,
     ) -> BertHeadOutput:
         """Logits (batch, 2), and with labels the mean cross entropy of sequences that have one.
 
@@ -905,14 +917,17 @@ class BertForNextSentencePrediction(_BertWithHead):
                 that do not count.
             num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
                 so that losses of several batches add up to the mean over all of them.
-            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
-                inputs_embeds.
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds, return_dict, options: as in
+                `BertModel`.
 
         Returns a BertHeadOutput.
         """
-        logits = self.cls(self.bert(input_ids, **inputs).pooler_output)
+        encoded = self.bert(
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds=inputs_embeds, **options
+        )
+        logits = self.cls(encoded.pooler_output)
         loss = None if labels is None else _loss_of_sequences(logits, labels, num_items_in_batch)
-        return as_asked(BertHeadOutput(loss, logits), return_dict)
+        return as_asked(BertHeadOutput(loss=loss, logits=logits), return_dict)
 
 
 class _BertClassifier(_BertWithHead):
@@ -938,10 +953,14 @@ class BertForSequenceClassification(_BertClassifier):
         self,
         input_ids: Tensor | None = None,
         *,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
-        **inputs: Any,
+        **options: Any,
     ) -> BertHeadOutput:
         """Logits (batch, num_labels), and with labels the loss that config.problem_type names.
 
@@ -952,14 +971,17 @@ class BertForSequenceClassification(_BertClassifier):
                 floats for several.
             num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
                 so that losses of several batches add up to the mean over all of them.
-            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
-                inputs_embeds.
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds, return_dict, options: as in
+                `BertModel`.
 
         Returns a BertHeadOutput.
         """
-        logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).pooler_output))
+        encoded = self.bert(
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds=inputs_embeds, **options
+        )
+        logits = self.classifier(self.dropout(encoded.pooler_output))
         loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
-        return as_asked(BertHeadOutput(loss, logits), return_dict)
+        return as_asked(BertHeadOutput(loss=loss, logits=logits), return_dict)
 
     def _loss(self, logits, labels, num_items_in_batch):
         kind = _option(self.config, "problem_type")
@@ -987,10 +1009,14 @@ class BertForTokenClassification(_BertClassifier):
         self,
         input_ids: Tensor | None = None,
         *,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
-        **inputs: Any,
+        **options: Any,
     ) -> BertHeadOutput:
         """Logits (batch, seqlen, num_labels), and with labels the mean cross entropy of tokens that have one.
 
@@ -998,20 +1024,23 @@ class BertForTokenClassification(_BertClassifier):
             labels: (batch, seqlen) int64, -100 for tokens that do not count.
             num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
                 so that losses of several batches add up to the mean over all of them.
-            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
-                inputs_embeds.
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds, return_dict, options: as in
+                `BertModel`.
 
         Returns a BertHeadOutput.
         """
         if labels is not None:
-            _check_like("labels", labels, tokens_of(input_ids, inputs.get("inputs_embeds")), (torch.int64,))
+            _check_like("labels", labels, tokens_of(input_ids, inputs_embeds), (torch.int64,))
             xentropy.check_classes(labels, self.num_labels)
-        logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).last_hidden_state))
+        encoded = self.bert(
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds=inputs_embeds, **options
+        )
+        logits = self.classifier(self.dropout(encoded.last_hidden_state))
         loss = None
         if labels is not None:
             loss = nn.CrossEntropyLoss(reduction=_reduction(num_items_in_batch))(logits.flatten(0, 1), labels.flatten())
             loss = _of_items(loss, num_items_in_batch)
-        return as_asked(BertHeadOutput(loss, logits), return_dict)
+        return as_asked(BertHeadOutput(loss=loss, logits=logits), return_dict)
 
 
 class BertForMultipleChoice(_BertClassifier):
@@ -1024,10 +1053,14 @@ class BertForMultipleChoice(_BertClassifier):
         self,
         input_ids: Tensor | None = None,
         *,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
-        **inputs: Any,
+        **options: Any,
     ) -> BertHeadOutput:
         """Logits (batch, choices), and with labels the mean cross entropy of rows that have one.
 
@@ -1035,22 +1068,25 @@ class BertForMultipleChoice(_BertClassifier):
             labels: (batch,) int64, the number of the right choice; -100 for rows that do not count.
             num_items_in_batch, return_dict: as in `BertForSequenceClassification`.
             input_ids: (batch, choices, seqlen), token ids.
-            inputs: position_ids, (seqlen,) or like input_ids; token_type_ids and attention_mask, like input_ids; or
-                instead of input_ids inputs_embeds, (batch, choices, seqlen, hidden_size); as in `BertModel`.
+            position_ids: (seqlen,) or like input_ids.
+            token_type_ids, attention_mask: like input_ids.
+            inputs_embeds: (batch, choices, seqlen, hidden_size), instead of input_ids.
+            options: as in `BertModel`.
 
         Returns a BertHeadOutput.
         """
-        tokens = tokens_of(input_ids, inputs.get("inputs_embeds"), "(batch, choices, seqlen)")
-        for name in ("position_ids", "token_type_ids", "attention_mask"):
-            given = inputs.get(name)
+        tokens = tokens_of(input_ids, inputs_embeds, "(batch, choices, seqlen)")
+        of_tokens = dict(position_ids=position_ids, token_type_ids=token_type_ids, attention_mask=attention_mask)
+        for name, given in of_tokens.items():
             is_for_all = name == "position_ids" and isinstance(given, Tensor) and given.dim() < 3
             if given is not None and not is_for_all:  # BertModel checks what is for all
                 checks.tensor(name, given, shape=tokens.shape)
+        inputs = options | of_tokens | dict(input_ids=input_ids, inputs_embeds=inputs_embeds)
         flat = {name: x.flatten(0, 1) if isinstance(x, Tensor) and x.dim() >= 3 else x for name, x in inputs.items()}
-        pooled = self.bert(None if input_ids is None else input_ids.flatten(0, 1), **flat).pooler_output
+        pooled = self.bert(**flat).pooler_output
         logits = self.classifier(self.dropout(pooled)).view(tokens.shape[:2])
         loss = None if labels is None else _loss_of_sequences(logits, labels, num_items_in_batch)
-        return as_asked(BertHeadOutput(loss, logits), return_dict)
+        return as_asked(BertHeadOutput(loss=loss, logits=logits), return_dict)
 
 
 class BertForQuestionAnswering(_BertWithHead):
@@ -1068,11 +1104,15 @@ class BertForQuestionAnswering(_BertWithHead):
         self,
         input_ids: Tensor | None = None,
         *,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
-        **inputs: Any,
+        **options: Any,
     ) -> BertForQuestionAnsweringOutput:
         """Logits (batch, seqlen) twice, and with both kinds of positions the mean of their two cross entropies.
 
@@ -1081,17 +1121,20 @@ class BertForQuestionAnswering(_BertWithHead):
                 and more do not count; negative ones are 0, as in transformers.
             num_items_in_batch: the loss is a sum divided by this number, instead of by that of the labels that count,
                 so that losses of several batches add up to the mean over all of them.
-            input_ids, return_dict, inputs: as in `BertModel`, with position_ids, token_type_ids, attention_mask and
-                inputs_embeds.
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds, return_dict, options: as in
+                `BertModel`.
 
         Returns a BertForQuestionAnsweringOutput. The cross entropies are over all tokens, padding too, as in
         transformers. The logits of padding are others with use_flash_attn, which has zeros as its hidden states.
         """
-        batch, seqlen = tokens_of(input_ids, inputs.get("inputs_embeds")).shape
+        batch, seqlen = tokens_of(input_ids, inputs_embeds).shape
         for name, given in (("start_positions", start_positions), ("end_positions", end_positions)):
             if given is not None:
                 _check_labels(name, given, (batch,))
-        logits = self.qa_outputs(self.bert(input_ids, **inputs).last_hidden_state).unbind(-1)
+        encoded = self.bert(
+            input_ids, position_ids, token_type_ids, attention_mask, inputs_embeds=inputs_embeds, **options
+        )
+        logits = self.qa_outputs(encoded.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             cross_entropy = nn.CrossEntropyLoss(ignore_index=seqlen, reduction=_reduction(num_items_in_batch))
@@ -1100,7 +1143,9 @@ class BertForQuestionAnswering(_BertWithHead):
                 for each, right in zip(logits, (start_positions, end_positions), strict=True)
             )
             loss = _of_items((start + end) / 2, num_items_in_batch)
-        return as_asked(BertForQuestionAnsweringOutput(loss, *logits), return_dict)
+        return as_asked(
+            BertForQuestionAnsweringOutput(loss=loss, start_logits=logits[0], end_logits=logits[1]), return_dict
+        )
 
 
 def _reduction(num_items_in_batch):

@@ -18,7 +18,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast, overload
+from typing import Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_megatron,
 )
 from flash_attn.models._options import refuse_float64
+from flash_attn.models._outputs import ModelOutput
 from flash_attn.models._rope import depends_on_length, rotary_embedding
 from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models._tied import TiedWeights
@@ -80,7 +81,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class CausalLMOutput(NamedTuple):
+class CausalLMOutput(ModelOutput):
     """logits: (batch, seqlen, vocabulary) of the next tokens."""
 
     logits: Tensor
@@ -91,7 +92,7 @@ class CausalLMOutput(NamedTuple):
         raise AttributeError("loss is computed with labels or shift_labels only, found neither")
 
 
-class CausalLMLoss(NamedTuple):
+class CausalLMLoss(ModelOutput):
     """loss: a float32 scalar."""
 
     loss: Tensor
@@ -450,7 +451,11 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
 
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
-        """Takes another one."""
+        """Takes another one, a transformers.GenerationConfig or a dict of its fields; None makes one of `config`."""
+        if not (value is None or isinstance(value, dict) or hasattr(value, "to_diff_dict")):
+            raise TypeError(
+                f"generation_config must be a transformers.GenerationConfig, a dict or None, found {value!r}"
+            )
         self._generation_config = value
 
     def _first_weights(self, module: nn.Module) -> None:
@@ -543,8 +548,9 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         Arguments:
             input_ids: (batch, seqlen) int64.
             position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... from the first token if None.
-                Rotary embeddings and ALiBi are relative and ignore them; then they must count up by 1 in each row,
-                with an error like that of attention_mask otherwise: they do not separate sequences within a row.
+                Rotary embeddings and ALiBi are relative and ignore them; then they must count up by 1 in each row. They
+                do not separate sequences within a row: learned positions that begin again at 0 there, or others that do
+                not count up, are an error like that of attention_mask.
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
             attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, which may be on either side of the tokens,
                 but not between them. Padding between them is an error on the CPU; on a GPU, where reading the mask
@@ -574,8 +580,9 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             leftpad, fits = _padding(attention_mask, tokens)
         if position_ids is not None:
             _check_of_tokens("position_ids", position_ids, tokens)
-            if inference_params is None and self.embeddings.max_position_embeddings <= 0:
-                counts = _count_up(position_ids.expand_as(tokens), attention_mask)
+            if inference_params is None:
+                is_learned = self.embeddings.max_position_embeddings > 0
+                counts = _one_sequence(position_ids.expand_as(tokens), attention_mask, is_learned)
                 fits = counts if fits is None else fits & counts
         if leftpad is not None:  # padding moves behind the tokens, where causality hides it
             if position_ids is not None:
@@ -633,17 +640,20 @@ def _padding(attention_mask, input_ids):
     return begins.int().argmax(1), fits
 
 
-def _count_up(position_ids, attention_mask):
-    """Whether the positions of each row's tokens count up by 1, (batch,)."""
-    fits = position_ids.diff(dim=1) == 1
+def _one_sequence(position_ids, attention_mask, is_learned):
+    """Whether the positions of each row's tokens are those of one sequence, (batch,): they count up by 1, or where they
+    are learned and may be any, none but the first is 0."""
+    fits = position_ids[:, 1:] != 0 if is_learned else position_ids.diff(dim=1) == 1
     if attention_mask is not None:
         fits |= (attention_mask[:, 1:] == 0) | (attention_mask[:, :-1] == 0)
     fits = fits.all(1)
     if _library.can_be_read_at_once(position_ids) and not fits.all():
         row = int((~fits).nonzero()[0])
+        expected = "not begin again at 0 within a row" if is_learned else "count up by 1 in each row"
         raise ValueError(
-            "position_ids must count up by 1 in each row without learned positions, as several sequences in one row "
-            f"are not told apart, found {position_ids[row].tolist()} in row {row}"
+            f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, as several "
+            "sequences in one row are not told apart: give each a row of its own, "
+            f"found {position_ids[row].tolist()} in row {row}"
         )
     return fits
 
@@ -660,6 +670,9 @@ def _embeddings(s, process_group, device, dtype):
         s.n_embd, s.padded_vocab_size, s.n_positions, process_group=process_group,
         sequence_parallel=s.sequence_parallel, **factory,
     )  # fmt: skip
+
+
+_NAME_OF_DECODERS = "GPT2LMHeadModel"
 
 
 class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
@@ -738,6 +751,15 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         """
         super().tie_weights()
         self.transformer.tie_weights()
+
+    def _get_name(self) -> str:
+        """By which transformers.Trainer tells whether its label smoothing compares a label with the logits before it:
+        one of the names that it knows. torch asks for it in `__repr__`, which shows the name of the class.
+        """
+        return _NAME_OF_DECODERS
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(_NAME_OF_DECODERS, type(self).__name__, 1)
 
     @property
     def base_model(self) -> "_Backbone":
@@ -878,7 +900,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 product with its weight (hooks, an adapter, another class), it is called, and its logits are given to
                 loss_fn.of_logits(logits, shift_labels), which a `LinearCrossEntropyLoss` has.
             num_items_in_batch: the loss is the sum over its labels divided by this number instead of their own, so that
-                losses of several batches add up to the mean over all of them. Not with loss_fn.
+                losses of several batches add up to the mean over all of them. It is the number of labels[:, 1:], or of
+                shift_labels, that are not -100, as transformers.Trainer counts them: where labels of padding or of the
+                token after it are among them, the sum without those is scaled to this number. Not with loss_fn.
             return_dict: False gives a plain tuple with the loss or the logits in it.
             options: shift_labels (batch, seqlen), instead of labels: the token that follows each of input_ids, or -100.
                 What else transformers' models take may be given where it asks for nothing, as use_cache=False.
@@ -911,14 +935,17 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         hidden = self._before_head(hidden)
         if labels is not None or shift_labels is not None:
             following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
-            return as_asked(CausalLMLoss(self._loss(hidden, following, loss_fn, num_items_in_batch)), return_dict)
+            loss = self._loss(hidden, following, loss_fn, num_items_in_batch)
+            if num_items_in_batch is not None and attention_mask is not None:
+                loss = loss * _counted_by_trainers(labels, shift_labels, following)
+            return as_asked(CausalLMLoss(loss=loss), return_dict)
         logits = self.lm_head(hidden)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.process_group is not None and inference_params is not None:
             parts, _ = all_gather_raw(logits.contiguous(), self.process_group)
             logits = torch.cat(parts.chunk(dist.get_world_size(self.process_group)), dim=-1)
-        return as_asked(CausalLMOutput(logits), return_dict)
+        return as_asked(CausalLMOutput(logits=logits), return_dict)
 
     def _before_head(self, hidden):
         """What the head multiplies by its weight."""
@@ -969,7 +996,7 @@ def _divided_by_name(options, function):
     return given, {name: value for name, value in options.items() if name not in own}
 
 
-class _BackboneOutput(NamedTuple):
+class _BackboneOutput(ModelOutput):
     last_hidden_state: Tensor
 
 
@@ -1000,7 +1027,7 @@ class _Backbone:
         given, rest = _divided_by_name(kwargs, type(model.transformer).forward)
         rest.pop("return_dict", None)
         check_options(model, rest)
-        return _BackboneOutput(model._before_head(model.transformer(input_ids, **given)))
+        return _BackboneOutput(last_hidden_state=model._before_head(model.transformer(input_ids, **given)))
 
 
 class _NormedHead(nn.Linear):
@@ -1051,6 +1078,12 @@ def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):
         given = labels if is_padding is None else labels.masked_fill(is_padding, -100)
         given = F.pad(given[:, 1:], (0, 1), value=-100)
     return given if is_padding is None else given.masked_fill(is_padding, -100)
+
+
+def _counted_by_trainers(labels, shift_labels, following):
+    """How many labels there are for transformers.Trainer, which knows no padding, divided by how many have a loss."""
+    counted = (labels[:, 1:] if shift_labels is None else shift_labels) != -100
+    return counted.sum() / (following != -100).sum().clamp(min=1)
 
 
 def _shift_norms(state_dict, n_layer):

@@ -200,6 +200,15 @@ def test_heads_that_are_trained_as_a_whole(tmp_path):
         torch.testing.assert_close(logits_of(again, X), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_generation_after_a_learned_prompt():
+    """The model is called with it; generate, which would leave it out, says so."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, x = peft.get_peft_model(gpt().eval(), config), torch.arange(1, 7)[None]
+    assert model(x).logits.shape[1] == 9 and model(x, labels=x).loss.isfinite()
+    with pytest.raises(NotImplementedError, match="without a learned prompt, found PromptTuningConfig"):
+        model.generate(input_ids=x, max_length=9)
+
+
 def test_generation_under_an_adapter():
     config = peft.LoraConfig(r=2, target_modules=["Wqkv"], task_type="CAUSAL_LM", init_lora_weights=False)
     model = peft.get_peft_model(gpt(), config).eval()

@@ -723,12 +723,13 @@ def test_masks_that_are_refused(wrong, device):
     assert logits[0].isfinite().all() and logits[1].isnan().all()
 
 
-def test_positions_of_several_sequences_in_a_row(device):
-    """Which a model without learned positions would take for one: an error, or where they cannot be read, NaN."""
-    model, x = GPTLMHeadModel(config_of(**LLAMA), device=device), ids(device=device)
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_positions_of_several_sequences_in_a_row(is_learned, device):
+    """Which a model would take for one: an error, or where they cannot be read, NaN."""
+    model, x = GPTLMHeadModel(config_of(**{} if is_learned else LLAMA), device=device), ids(device=device)
     expected, positions = model(x).logits, torch.arange(12, device=device)
     for given in (positions, positions + 3, positions.expand(2, -1)):
-        assert torch.equal(model(x, position_ids=given).logits, expected)
+        assert torch.equal(model(x, position_ids=given).logits, expected) or (is_learned and given[..., 0].any())
     packed = torch.stack([positions, positions % 5])
     mask = torch.ones_like(x)
     mask[1, :5] = mask[1, 10:] = 0
@@ -736,7 +737,9 @@ def test_positions_of_several_sequences_in_a_row(device):
     with pytest.raises(ValueError, match=r"position_ids must have shape \(12,\) or \(2, 12\), found \(11,\)"):
         model(x, position_ids=positions[1:], attention_mask=mask)
     if device.type == "cpu":
-        with pytest.raises(ValueError, match=r"must count up by 1 .*, found \[0, 1, 2, 3, 4, 0, 1, .*\] in row 1"):
+        rule = "not begin again at 0 within a row with" if is_learned else "count up by 1 in each row without"
+        says = rf"position_ids must {rule} learned .*, found \[0, 1, 2, 3, 4, 0, 1, .*\] in row 1"
+        with pytest.raises(ValueError, match=says):
             model(x, position_ids=packed)
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
     logits = model(x, position_ids=packed).logits

@@ -4,6 +4,8 @@ import copy
 import io
 import json
 import pickle
+import unittest.mock
+import warnings
 
 import pytest
 import torch
@@ -189,7 +191,7 @@ def test_by_hand():
     assert second.weight is first.weight and model.lm_head.weight is not model.get_input_embeddings().weight
     state = state_of(model)
     state["transformer.layers.1.mlp.fc1.weight"] += 1
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.fc1\.weight and .*layers\.1\.mlp\.fc1\.weight must be eq"):
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.fc1\.weight and .*layers\.1.* one tensor for both, fou"):
         model.load_state_dict(state)
 
 
@@ -231,6 +233,43 @@ def test_heads_that_were_replaced(make, kind):
     assert_apart(model, head)
 
 
+@pytest.mark.parametrize("make", [gpt, bert])
+def test_one_weight_in_other_modules(make, tmp_path):
+    """What counts is the weight: another head that has it, and one that is compiled, are tied and saved as such."""
+    model, x = make(), torch.randint(50, (2, 5))
+    expected = model(x).logits
+    names = dict(model._tied_weights_keys)
+    model.set_output_embeddings(torch.compile(model.get_output_embeddings(), backend="eager"))
+    assert model.is_tied and model._tied_weights_keys == names
+    layers = model.transformer.layers if make is gpt else model.bert.encoder.layers
+    layers[0] = torch.compile(layers[0], backend="eager")
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "compiled")
+    other = make()
+    head = copy.deepcopy(other.get_output_embeddings())
+    other.set_output_embeddings(head)
+    assert not other.is_tied and other._tied_weights_keys == {}
+    head.weight = other.get_input_embeddings().weight
+    assert other.is_tied and other._tied_weights_keys == names
+    other.load_state_dict(
+        make().state_dict() | {key.replace("_orig_mod.", ""): v for key, v in state_of(model).items()}
+    )
+    other.save_pretrained(tmp_path / "other")
+    for folder in ("compiled", "other"):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["tie_word_embeddings"] is not False
+        again = type(model).from_pretrained(tmp_path / folder)
+        assert again.is_tied and again.get_output_embeddings().weight is again.get_input_embeddings().weight
+        torch.testing.assert_close(again.eval()(x).logits, expected)
+
+
+def test_parameters_that_are_divided(tmp_path):
+    """As by fully_shard: an error that says how to make them whole."""
+    for model in (gpt(), bert()):
+        with unittest.mock.patch.object(torch.Tensor, "full_tensor", create=True):
+            with pytest.raises(ValueError, match=r"must be whole to be saved, found a DTensor, .*get_model_state_dict"):
+                model.save_pretrained(tmp_path)
+
+
 def test_weight_of_another_shape():
     model = gpt()
     model.lm_head.weight = nn.Parameter(torch.randn(60, 32))
@@ -242,12 +281,41 @@ def test_head_within_another_module():
     model = gpt()
     wrapper = model.lm_head = trained_apart(model.lm_head)
     wrapper.copy.weight.data += 1
+    assert model._tied_weights_keys  # peft, which wraps one after the other, asks again in between
     for _ in range(2):
         assert wrapper.model.weight is model.get_input_embeddings().weight is not wrapper.copy.weight
         model.tie_weights()
         model.load_state_dict(state_of(model), assign=True)
     model.lm_head = wrapper.copy  # as it is left when the wrapper is taken away
     assert_apart(model, model.lm_head)
+
+
+class Adapter(nn.Module):
+    """As those of peft: another layer in the place of one."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+
+@pytest.mark.parametrize("make", [gpt, bert])
+def test_adapter_on_a_tied_layer(make):
+    """A warning, once, where training begins; none for two, which stay alike, or for weights of their own."""
+    model = make()
+    model.set_output_embeddings(Adapter(model.get_output_embeddings()))
+    with pytest.warns(
+        UserWarning, match=r"(lm_head|decoder) has an adapter, .*exclude_modules=\['(lm_head|decoder)'\]"
+    ):
+        Holder(model).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train()
+        for other in (make(), make(tie_word_embeddings=False)):
+            other.train()
+            other.set_output_embeddings(Adapter(other.get_output_embeddings()))
+            if other.config.tie_word_embeddings:
+                other.set_input_embeddings(Adapter(other.get_input_embeddings()))
+            other.train()
 
 
 def test_embedding_that_was_replaced():

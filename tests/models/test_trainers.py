@@ -175,6 +175,8 @@ def test_no_layer_runs_twice_with_a_cache():
     [
         ((False,), TypeError, r"must be a dict or None, found False: gradient_checkpointing_disable\(\) turns it off"),
         (({"reentrant": True},), TypeError, "must have names of .*use_reentrant.*, found 'reentrant'"),
+        (({"use_reentrant": "yes"},), TypeError, r"kwargs\['use_reentrant'\] must be a bool, found 'yes'"),
+        (({"debug": 2},), TypeError, r"kwargs\['debug'\] must be a bool, found 2"),
     ],
 )
 def test_checkpointing_that_is_refused(kwargs, error, says):
@@ -200,6 +202,40 @@ def test_gradients_of_frozen_embeddings(make):
     model.disable_input_require_grads()
     out = model.get_input_embeddings()(torch.randn(2, 3, 16, 16) if make is vit else ids())
     assert not out.requires_grad
+
+
+@pytest.mark.parametrize("when", ["before", "after", "put by hand"])
+def test_gradients_of_an_embedding_that_replaced_another(when):
+    """The hook is on the present one; that which checkpointing made goes with it, that of the user stays."""
+    model = gpt(tie_word_embeddings=False).requires_grad_(False)
+    weight, old = model.transformer.layers[0].mlp.fc1.weight.requires_grad_(), model.get_input_embeddings()
+    new = nn.Embedding(90, 64).requires_grad_(False)
+    if when == "after":
+        model.set_input_embeddings(new)
+    model.gradient_checkpointing_enable(dict(use_reentrant=True))
+    if when == "before":
+        model.set_input_embeddings(new)
+    if when == "put by hand":
+        model.transformer.embeddings.word_embeddings = new
+        model.gradient_checkpointing_enable(dict(use_reentrant=True))
+    model(ids()).logits.sum().backward()
+    assert weight.grad.abs().sum() > 0 and not old(ids()).requires_grad
+    for undo in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        model.gradient_checkpointing_enable(dict(use_reentrant=True))
+        assert new(ids()).requires_grad
+        undo()
+        assert not new(ids()).requires_grad
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(dict(use_reentrant=True))
+    model.gradient_checkpointing_disable()
+    assert new(ids()).requires_grad
+
+
+@pytest.mark.parametrize("make", [gpt, bert, vit])
+def test_device_and_dtype(make):
+    model = make().to(torch.bfloat16)
+    assert model.device == torch.device("cpu") and model.dtype == torch.bfloat16
+    assert model.to("meta").device.type == "meta"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,6 +286,10 @@ def test_generation_config(tmp_path):
     again = GPTLMHeadModel.from_pretrained(tmp_path)
     assert (again.generation_config.pad_token_id, again.generation_config.eos_token_id) == (3, 7)
     assert transformers.GenerationConfig.from_pretrained(tmp_path).pad_token_id == 3
+    model.generation_config = dict(pad_token_id=4)
+    assert model.generation_config.pad_token_id == 4
+    with pytest.raises(TypeError, match=r"generation_config must be a transformers\.GenerationConfig, a dict or None"):
+        model.generation_config = "greedy"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,9 +371,11 @@ def test_padding_of_trainers(name, side, device):
     mask = MASK.to(device) if side == "right" else MASK.flip(1).to(device)
     short = x[1:, :7] if side == "right" else x[1:, 5:]
     losses = [model(row, labels=row).loss * (row.shape[1] - 1) for row in (x[:1], short)]
+    mean = sum(losses) / 17  # 11 + 6 labels
     for labels in (x, x.masked_fill(mask == 0, -100)):
         found = model(x, attention_mask=mask, labels=labels, use_cache=False, num_items_in_batch=17).loss
-        torch.testing.assert_close(found, sum(losses) / 17)
+        counted = (labels[:, 1:] != -100).sum()  # as Trainer does, which knows no mask
+        torch.testing.assert_close(found, mean * counted / 17)
 
 
 REFUSED = {
@@ -376,6 +418,8 @@ def test_arguments_that_are_not_known(make):
         model(inputs_embeds=torch.randn(2, 12))
     with pytest.raises(ValueError, match=r"inputs_embeds must have shape .*64\), found \(2, 12, 63\)"):
         model(inputs_embeds=torch.randn(2, 12, 63))
+    with pytest.raises(TypeError, match=r"inputs_embeds must be of a floating point dtype, found torch\.int64"):
+        model(inputs_embeds=torch.ones(2, 12, 64, dtype=torch.int64))
     with pytest.raises(TypeError, match="return_dict must be a bool or None"):
         model(x, return_dict="yes")
 

@@ -222,11 +222,13 @@ class GenerationMixin:
         sequence may reach from the start, while transformers changes them on the way.
 
         Returns the sequences (batch, length), or with return_dict_in_generate the whole result of decode, with scores
-        None unless output_scores is true. Raises TypeError for a name that decode does not have, and says what to use.
+        None unless output_scores is true. Raises TypeError for a name that decode does not have, and says what to use;
+        NotImplementedError under an adapter of peft that learns a prompt, which would be left out.
 
         >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
         """
         _check_names(kwargs)
+        _refuse_learned_prompt(self)
         max_length = _length(input_ids, max_length, max_new_tokens)
         output = decode(
             input_ids, cast(nn.Module, self), max_length, top_k=top_k, top_p=top_p, temperature=temperature,
@@ -252,6 +254,18 @@ def _check_names(options: dict[str, Any]) -> None:
         if name not in own:
             instead = _INSTEAD.get(name, f"names like it: {', '.join(difflib.get_close_matches(name, own)) or 'none'}")
             raise TypeError(f"keyword arguments must be those of decode, found {name!r}; {instead}")
+
+
+def _refuse_learned_prompt(model: GenerationMixin) -> None:
+    """Raise NotImplementedError within generate of peft's prompt tuning, which calls that of the model."""
+    # For the time of such a call, peft puts its own method in the place of the model's.
+    adapted = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config = getattr(adapted, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise NotImplementedError(
+            f"generate must be called without a learned prompt, found {type(config).__name__}: its prompt would be "
+            "left out; call the model itself for logits after it"
+        )
 
 
 def _length(input_ids: Tensor, max_length: int | None, max_new_tokens: int | None) -> int:
