@@ -7,6 +7,7 @@ wide samples.
 
 import collections
 import ctypes
+import gc
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ import torch
 
 from flash_attn import _library
 
+gc.disable()  # until all tests are collected, of which none is garbage
 EMULATOR = pytest.StashKey[ctypes.CDLL]()  # the library of kernels that --emulate has loaded
 
 
@@ -74,6 +76,16 @@ def pytest_collection_modifyitems(config, items):
         for name in missing:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
+
+
+def pytest_collection_finish():
+    """Modules and tests, millions of objects, stay: from here on the search for garbage passes over them."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # some extensions call it a leak if their objects outlive the interpreter
 
 
 def pytest_terminal_summary(terminalreporter):
