@@ -218,14 +218,14 @@ def _replace(model, name, tensor):
 
 def _materialise(model, names, device):
     """Give parameters that the checkpoint lacks the first weights of a new model."""
-    owners = {name.rpartition(".")[0] for name in names}
+    owners, first_weights = {name.rpartition(".")[0] for name in names}, model._first_weights()
     for name in names:
         _replace(model, name, torch.empty_like(_parameters(model)[name], device=device))
     for owner in owners:
         module = model.get_submodule(owner)
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-        model._first_weights(module)
+        first_weights(module)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -253,8 +253,8 @@ def create_block(
     """
     s = settings(config)
     factory: dict[str, Any] = dict(device=device, dtype=dtype)
-    mixer_cls = create_mixer_cls(config, layer_idx, process_group, **factory)
-    mlp_cls = create_mlp_cls(config, layer_idx, process_group, **factory)
+    mixer_cls = create_mixer_cls(s, layer_idx, process_group, **factory)
+    mlp_cls = create_mlp_cls(s, layer_idx, process_group, **factory)
     norm_cls = functools.partial(_norm, s, **factory)
     options: dict[str, Any] = dict(
         norm_cls=norm_cls if s.input_norms else nn.Identity,
@@ -458,9 +458,10 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
             )
         self._generation_config = value
 
-    def _first_weights(self, module: nn.Module) -> None:
+    def _first_weights(self) -> Callable[[nn.Module], None]:
+        """What gives a module of this model its first weights."""
         s = settings(self.config)
-        _init_weights(module, s.n_layer, s.initializer_range, s.mup_width_scale)
+        return lambda module: _init_weights(module, s.n_layer, s.initializer_range, s.mup_width_scale)
 
 
 class GPTModel(GPTPreTrainedModel, LayerStack):
@@ -501,7 +502,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         self.fused_dropout_add_ln = s.fused_dropout_add_ln
         self.gradient_checkpointing = s.gradient_checkpointing
         self.embeddings = _embeddings(s, process_group, **factory)
-        blocks = [create_block(config, i, process_group, **factory) for i in range(s.n_layer)]
+        blocks = [create_block(s, i, process_group, **factory) for i in range(s.n_layer)]
         self.layers = nn.ModuleList(blocks)
         tables: dict[str, RotaryEmbedding] = {}  # layers with equal rotary embeddings share one
         for i, block in enumerate(blocks):
@@ -516,7 +517,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
                     marked._shared_params = True
                     if s.sequence_parallel:
                         marked._sequence_parallel = True
-        self.apply(self._first_weights)
+        self.apply(self._first_weights())
         self.tie_weights()
 
     def _input_name(self) -> str:
@@ -731,7 +732,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         self.depends_on_capacity = depends_on_length(s)
         self.softcap = s.final_logit_softcapping
         self.output_scale = s.mup_output_multiplier * s.mup_width_scale
-        self.apply(self._first_weights)
+        self.apply(self._first_weights())
         self._mark_tied()
         self.tie_weights()
 
