@@ -29,7 +29,9 @@ train: export OMP_WAIT_POLICY = passive
 train: $(VENV)/for-train $(VENV)/kernels ## train a small GPT, stop, resume, evaluate, let it write: two minutes on two cores
 	$(RUN) training/first_run.py $(TRAIN_ARGS)
 
-test: $(VENV)/for-test $(VENV)/kernels ## run the tests that this machine can run, 20 minutes on two cores; PYTEST_ARGS="-m slow": the slow ones
+# Bytecode spares the processes that tests start, and the next run, compiling each module again.
+test: export PYTHONDONTWRITEBYTECODE =
+test: $(VENV)/for-test $(VENV)/kernels ## run the tests that this machine can run, minutes on two cores; PYTEST_ARGS="-m slow": the slow ones
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too: half an hour on two slow cores; needs nvcc

@@ -68,18 +68,28 @@ def device_of(group):
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
-def pair_of(group, name, sequence_parallel=False):
-    """The whole model and this process's part of it, with the same weights."""
+def whole_of(group, name):
     torch.manual_seed(0)
     layers = 2 if dist.get_backend(group) == "nccl" or name in OF_TWO_LAYERS else 1  # a CPU takes seconds for each
-    config = GPT2Config(**SIZES | CONFIGS[name] | dict(n_layer=layers), sequence_parallel=sequence_parallel)
-    whole = GPTLMHeadModel(config, device=device_of(group))
+    whole = GPTLMHeadModel(GPT2Config(**SIZES | CONFIGS[name] | dict(n_layer=layers)), device=device_of(group))
     for parameter in whole.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter)
+    return whole
+
+
+def divided_of(group, whole, sequence_parallel=False):
+    """This process's part of a model, with the same weights."""
+    config = copy.deepcopy(whole.config)
+    config.sequence_parallel = sequence_parallel
     divided = GPTLMHeadModel(config, process_group=group, device=device_of(group))
     divided.load_state_dict(part(whole.state_dict(), config, group))
-    return whole, divided
+    return divided
+
+
+def pair_of(group, name, sequence_parallel=False):
+    whole = whole_of(group, name)
+    return whole, divided_of(group, whole, sequence_parallel)
 
 
 def part(state_dict, config, group):
@@ -105,13 +115,13 @@ def check_training(group, names):
     labels = ids.masked_fill(ids % 5 == 0, -100)
     mask = (torch.arange(SEQLEN, device=ids.device) >= ids[:, :1] % 3).long()
     for name in names:
-        whole, _ = pair_of(group, name)
+        whole = whole_of(group, name)
         own = whole(ids).logits.chunk(dist.get_world_size(group), dim=-1)[rank]
         expected = whole(ids, labels=labels).loss
         expected.backward()
         gradients = part(gradients_of(whole), whole.config, group)
         for sequence_parallel in (False, True):
-            _, divided = pair_of(group, name, sequence_parallel)
+            divided = divided_of(group, whole, sequence_parallel)
             assert_close(divided(ids).logits, own.flatten(0, 1) if sequence_parallel else own)
             found = divided(ids, labels=labels).loss
             assert_close(found, expected)
