@@ -20,7 +20,6 @@ import torch
 
 from flash_attn import _library
 
-gc.disable()  # until all tests are collected, of which none is garbage
 EMULATOR = pytest.StashKey[ctypes.CDLL]()  # the library of kernels that --emulate has loaded
 
 
@@ -78,10 +77,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
 
 
-def pytest_collection_finish():
-    """Modules and tests, millions of objects, stay: from here on the search for garbage passes over them."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests, millions of objects, are no garbage: nothing looks for it among them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure():

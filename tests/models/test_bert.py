@@ -916,7 +916,8 @@ def test_signatures(name):
 
 
 @pytest.mark.parametrize(
-    "variant", ["plain", pytest.param("flash", marks=pytest.mark.slow), "fused", "last layer apart"]
+    "variant",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("flash", "fused")), "plain", "last layer apart"],
 )
 def test_compiles_whole(variant):
     layers = 2 if variant == "last layer apart" else 1

@@ -580,8 +580,8 @@ def test_frequencies_by_length(scaling):
     expected = {n: rope_model(**scaling)(x[:, :n]).logits for n in (8, 12, 13, 20)}
     assert not torch.allclose(expected[20][:, :12], expected[12], atol=1e-2)
     compiled = torch.compile(rope_model(**scaling), fullgraph=True, backend="aot_eager")
-    for n in (20, 8, 13, 12, 20):
-        for function in (model, compiled):
+    for function, lengths in ((model, (20, 8, 13, 12, 20)), (compiled, (20, 8, 20))):
+        for n in lengths:
             torch.testing.assert_close(function(x[:, :n]).logits, expected[n])
     for n, capacity in ((7, 12), (7, 20), (16, 20), (13, 20), (7, 12)):
         output = model.generate(
@@ -755,7 +755,9 @@ def test_masks_that_do_not_fit(device):
         model(x, attention_mask=mask, inference_params=InferenceParams(12, 2))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "heads with norms", "parallel, tied norm"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "heads with norms", pytest.param("parallel, tied norm", marks=pytest.mark.slow)]
+)
 def test_compiled_training(name, device):
     """The whole model and its loss as one graph."""
     layers = 2 if name == "llama" or device.type == "cuda" else 1

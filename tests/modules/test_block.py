@@ -426,7 +426,11 @@ def test_falcon_of_transformers(fused, device):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
-@pytest.mark.parametrize("options", [dict(), dict(num_heads_kv=1, rotary_emb_dim=16), dict(use_alibi=True)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(num_heads_kv=1, rotary_emb_dim=16), pytest.param(dict(use_alibi=True), marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.same_on_cpu("fused")
 def test_compiled_training(options, block_cls, fused, backend, device):
     mixer_cls = functools.partial(MIXER, use_flash_attn=fused or "use_alibi" in options, **options)

@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+import re
 
 import lightning as L
 import pytest
@@ -125,7 +126,9 @@ def found(config):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [  # each kind of model, in its least and its largest size
+    pytest.param(name, marks=() if re.search(r"/gpt(2s|2xl|3s|3-2.7B)\b", name) else pytest.mark.slow) for name in NAMES
+])  # fmt: skip
 def test_experiment(name):
     """Sizes, rates, batches and schedules of each experiment, on 8 GPUs of every size."""
     config = composed(f"experiment={name}")
