@@ -428,7 +428,7 @@ def test_falcon_of_transformers(fused, device):
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(num_heads_kv=1, rotary_emb_dim=16), pytest.param(dict(use_alibi=True), marks=pytest.mark.slow)],
+    [pytest.param(dict(), marks=pytest.mark.slow), dict(num_heads_kv=1, rotary_emb_dim=16), dict(use_alibi=True)],
     ids=str,
 )
 @pytest.mark.same_on_cpu("fused")
