@@ -88,7 +88,7 @@ class ModelOutput(tuple[Any, ...]):
 
     def __getitem__(self, key: Any) -> Any:
         """By name, index or slice. Raises KeyError for a name that is None or unknown."""
-        return self._asdict()[key] if isinstance(key, str) else tuple.__getitem__(self, key)
+        return self._asdict()[key] if isinstance(key, str) else tuple(self)[key]
 
     def __contains__(self, key: object) -> bool:
         """Whether there is something with this name; of anything else, whether it is one of the values."""
@@ -99,9 +99,10 @@ class ModelOutput(tuple[Any, ...]):
 
 
 def _field(name):
+    # tuple(self)[i], here and above, since graphs of torch before 2.13 have no tuple.__getitem__.
     def value(self):
         names = self._names()
-        return tuple.__getitem__(self, names.index(name)) if name in names else None
+        return tuple(self)[names.index(name)] if name in names else None
 
     return property(value, doc=f"The field {name}.")
 
