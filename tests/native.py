@@ -20,7 +20,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 FOLDER = ROOT / "build" / "tests"
 
-HOST = (os.environ.get("CXX", "g++"), "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror")
+# -Bsymbolic: the emulator's CUDA runtime is its own, also where a CUDA build of torch has loaded the real one.
+HOST = (os.environ.get("CXX", "g++"), "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-Bsymbolic")
 _NVCC = (
     "nvcc",
     "-O2",

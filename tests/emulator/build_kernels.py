@@ -100,7 +100,7 @@ def _rules(name, sources):
     yield "  depfile = $out.d"
     yield "  deps = gcc"
     yield "rule link"
-    yield f"  command = rm -f $out && {CXX} -shared {sanitize} -o $out $in $libraries -lpthread"
+    yield f"  command = rm -f $out && {CXX} -shared -Wl,-Bsymbolic {sanitize} -o $out $in $libraries -lpthread"
     objects = []
     for path in [*sources, *EMULATOR]:
         objects.append(str(path.relative_to(ROOT)).replace("/", "_") + ".o")
