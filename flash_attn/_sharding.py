@@ -64,7 +64,7 @@ def is_distributed(x: Tensor) -> bool:
 
 
 def _call(names, differentiable, rule, cls, op, types, args, kwargs):
-    """What DTensor's dispatch does for `op`."""
+    """The function that DTensor's dispatch calls for `op`."""
     from torch.distributed.tensor import DTensor
 
     if rule is None:
@@ -102,7 +102,7 @@ def _call(names, differentiable, rule, cls, op, types, args, kwargs):
 
 
 def _divided(anchor, layout):
-    """What each dimension of the mesh divides: names as in `Layout.divides`, None for none, or Partial for sums."""
+    """For each dimension of the mesh, the name it divides (as in `Layout.divides`), None, or Partial for sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     name = layout.anchor or next(iter(layout.tensors))

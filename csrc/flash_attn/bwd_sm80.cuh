@@ -280,7 +280,8 @@ __device__ ScorePlace place_of(const BwdShared<Config>& shared, const Share<Conf
           .row0 = rows.block * Config::kBlockM + share.row0};
 }
 
-// What rounding has taken off lse of two rows of an entry. Rows past the last get that of the last: they see nothing.
+// The rounding error of lse of two consecutive rows of an entry. Rows past the end read the last row's: the mask hides
+// their scores.
 __device__ inline float2 lse_lo_of_two(const BwdSm80Params& p, const Span& q, int head, int row) {
   if (p.lse_lo == nullptr) return {0, 0};
   const float* values = row_values(p.lse_lo, p.problem, q, head);

@@ -36,7 +36,8 @@ __device__ inline float sum_of_block(float x) {
   return x;
 }
 
-// What a row adds to dsink. `row` counts the rows of all entries; packed tokens after the last entry add nothing.
+// The term of one row in the sum dsink. `row` counts the rows of all entries; packed tokens after the last entry add
+// nothing.
 __device__ inline float sink_gradient_of_row(const SinkParams& p, float sink, int head, int64_t row) {
   const Problem& problem = p.bwd.problem;
   const bool packed = problem.cu_seqlens_q != nullptr;

@@ -143,7 +143,7 @@ def cross_entropy_of_logits(
     process_group: ProcessGroup | None = None,
     softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What `linear_cross_entropy` returns, of logits that a layer has given: all of them in memory.
+    """The loss of `linear_cross_entropy`, from logits that a layer has returned: all of them are in memory.
 
     It is for layers whose logits are more than hidden weight^T + bias, as those with an adapter.
 

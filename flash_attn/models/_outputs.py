@@ -1,4 +1,4 @@
-"""What models return: tuples of the values that there are, with names."""
+"""The outputs of models: tuples of the values that are present, with names."""
 
 import functools
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
@@ -55,11 +55,11 @@ class ModelOutput(tuple[Any, ...]):
         return tuple.__new__(cls, values)
 
     def _names(self) -> tuple[str, ...]:
-        """Of the values in the tuple."""
+        """The names of the values in the tuple."""
         return self._columns if len(self) == len(self._columns) else self._needed
 
     def _asdict(self) -> dict[str, Any]:
-        """What there is, by its name."""
+        """The values that are present, as a dict by name."""
         return dict(zip(self._names(), self))
 
     def _replace(self: Self, **fields: Any) -> Self:
