@@ -21,17 +21,17 @@ HOPPER_FEATURES = FEATURES | {"biased": "Features::kBiased"}
 PORTABLE_FEATURES = {name: FEATURES[name] for name in ("plain", "all")}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 # The head dims of the kernels for sm_90, by features. WIDE: those of the forward that have a second tile for long
-# sequences (has_wide_tile in fwd_tiles.h).
+# sequences (has_wide_tile in fwd/tiles.h).
 BWD_HEAD_DIMS = {"plain": HEAD_DIMS, "ranged": HEAD_DIMS, "biased": (64, 96, 128), "all": ALL_HEAD_DIMS}
 FWD_HEAD_DIMS = {"plain": ALL_HEAD_DIMS, "ranged": ALL_HEAD_DIMS, "biased": HEAD_DIMS, "all": ALL_HEAD_DIMS}
 WIDE_HEAD_DIMS = {"plain": (64, 96, 128, 256), "ranged": (64,), "biased": (), "all": ()}
-DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # (head dim, dmask_width): fwd_tiles.h
+DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # (head dim, dmask_width): fwd/tiles.h
 
 
-def _flash_attn(header, call, params):
+def _flash_attn(kernel, call, params):
     """Source of one explicit instantiation of a kernel's launch."""
     return (
-        f'#include "flash_attn/{header}.cuh"\n\n'
+        f'#include "flash_attn/{kernel}/kernel.cuh"\n\n'
         f"namespace flash::flash_attn {{\n"
         f"template void {call}(const {params}&, cudaStream_t);\n"
         f"}}  // namespace flash::flash_attn\n"
@@ -64,9 +64,9 @@ HOPPER = {
 }
 UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
     f"flash_attn_{kind}_sm90_{dtype}_192_128_{name}": _flash_attn(
-        header, f"run_{kind}_sm90<{TYPES[dtype]}, 192, {features}, {rest}>", params
+        kernel, f"run_{kind}_sm90<{TYPES[dtype]}, 192, {features}, {rest}>", params
     )
-    for (kind, header, rest, params), dtype, (name, features) in itertools.product(
+    for (kind, kernel, rest, params), dtype, (name, features) in itertools.product(
         (("fwd", "fwd_sm90", "false, 128", "FwdSm90Params"), ("bwd", "bwd_sm90_wide", "128", "BwdSm90Params")),
         TYPES,
         FEATURES.items(),

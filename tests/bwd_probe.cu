@@ -2,8 +2,8 @@
 #include <cstdint>
 
 #include "common/dispatch.h"
-#include "flash_attn/bwd_sm80.cuh"
-#include "flash_attn/bwd_sm90.cuh"
+#include "flash_attn/bwd_sm80/kernel.cuh"
+#include "flash_attn/bwd_sm90/kernel.cuh"
 #include "flash_attn/features.h"
 #include "probe.h"
 

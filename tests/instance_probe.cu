@@ -3,12 +3,12 @@
 #include <cstdint>
 
 #include "common/dispatch.h"
-#include "flash_attn/decode_sm80.cuh"
-#include "flash_attn/dmask_sm80.cuh"
+#include "flash_attn/decode_sm80/kernel.cuh"
+#include "flash_attn/dmask_sm80/kernel.cuh"
 #include "flash_attn/features.h"
-#include "flash_attn/fwd_sm80.cuh"
-#include "flash_attn/fwd_sm90.cuh"
-#include "flash_attn/fwd_tiles.h"
+#include "flash_attn/fwd/tiles.h"
+#include "flash_attn/fwd_sm80/kernel.cuh"
+#include "flash_attn/fwd_sm90/kernel.cuh"
 #include "probe.h"
 
 namespace flash::flash_attn {

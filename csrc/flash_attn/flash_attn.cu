@@ -4,17 +4,17 @@
 
 #include "common/device.h"
 #include "common/environment.h"
-#include "flash_attn/append.cuh"
-#include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd/plan.h"
+#include "flash_attn/cache/append.cuh"
 #include "flash_attn/dispatch.h"
 #include "flash_attn/features.h"
-#include "flash_attn/fwd_plan.h"
-#include "flash_attn/fwd_tiles.h"
+#include "flash_attn/fwd/plan.h"
+#include "flash_attn/fwd/tiles.h"
 #include "flash_attn/head_dims.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/launch.h"
-#include "flash_attn/ranges.cuh"
-#include "flash_attn/sink.cuh"
+#include "flash_attn/scores/ranges.cuh"
+#include "flash_attn/scores/sink.cuh"
 
 namespace flash::flash_attn {
 namespace {

@@ -4,10 +4,10 @@
 
 #include <cuda_runtime_api.h>
 
-#include "flash_attn/bwd_plan.h"
-#include "flash_attn/dbias_plan.h"
+#include "flash_attn/bwd/plan.h"
+#include "flash_attn/dbias_sm80/plan.h"
 #include "flash_attn/features.h"
-#include "flash_attn/fwd_plan.h"
+#include "flash_attn/fwd/plan.h"
 #include "flash_attn/params.h"
 
 namespace flash::flash_attn {

@@ -3,9 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
-#include "flash_attn/bwd_planner.h"  // with these, callers make the plans
-#include "flash_attn/dbias_planner.h"
-#include "flash_attn/fwd_planner.h"
+#include "flash_attn/bwd/planner.h"  // with these, callers make the plans
+#include "flash_attn/dbias_sm80/planner.h"
+#include "flash_attn/fwd/planner.h"
 #include "flash_attn/params.h"
 
 namespace flash::flash_attn {

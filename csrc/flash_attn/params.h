@@ -1,5 +1,5 @@
-// What a call computes: tensors, lengths, masks and score transforms. How a kernel computes it is its plan (fwd_plan.h,
-// bwd_plan.h). Dimensions are (batch entries, query rows or keys of an entry, query or key heads, channels); "packed"
+// What a call computes: tensors, lengths, masks and score transforms. How a kernel computes it is its plan (fwd/plan.h,
+// bwd/plan.h). Dimensions are (batch entries, query rows or keys of an entry, query or key heads, channels); "packed"
 // tensors hold the tokens of all entries one after the other (varlen).
 #pragma once
 
@@ -24,7 +24,7 @@ struct KeyRanges {
   const int* data;               // (batch, heads, rows of an entry, 2); packed: (heads, total_q, 2); null: all keys
   int64_t batch, heads, seqlen;  // strides, in ints; 0 where one range serves all
   // Backward only: for each tile of rows, the smallest interval that holds the keys of all its rows, and the largest
-  // that all its rows see, as (first, end, first, end). bwd_ranges.cu fills it before the main kernel.
+  // that all its rows see, as (first, end, first, end). bwd/ranges.cu fills it before the main kernel.
   int4* of_tiles;
 };
 
@@ -106,7 +106,7 @@ struct FwdParams {
 };
 
 // S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. Keys are cut into blocks of dmask_width
-// (fwd_tiles.h), and m(i, j) is the largest score of row i in the block that holds j and in all blocks to its right.
+// (fwd/tiles.h), and m(i, j) is the largest score of row i in the block that holds j and in all blocks to its right.
 struct DmaskParams {
   FwdParams fwd;
   void* s_dmask;  // (batch, heads, rows, cols), zeros

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "flash_attn/mask.cuh"
+#include "flash_attn/fwd/schedule.cuh"
 #include "flash_attn/params.h"
-#include "flash_attn/schedule.cuh"
+#include "flash_attn/scores/mask.cuh"
 #include "flash_attn/sequence.cuh"
 #include "tile/load.cuh"
 

@@ -9,7 +9,7 @@
 #include "common/dtype.h"
 #include "common/launch.h"
 #include "common/tensor_map.h"
-#include "flash_attn/dropout.cuh"
+#include "flash_attn/scores/dropout.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"

@@ -1,0 +1,294 @@
+// Chooses the backward kernel for a problem, and makes its plan. Pure host code, which can be tested without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <variant>
+
+#include "common/divmod.h"
+#include "flash_attn/bwd/plan.h"
+#include "flash_attn/bwd/tiles.h"
+#include "flash_attn/features.h"
+#include "flash_attn/head_dims.h"
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+// What else a plan depends on.
+struct BwdHints {
+  int64_t longest_q;  // no entry has more rows, as the caller says; at least 1, at most all rows
+  int64_t longest_k;  // likewise keys
+  bool deterministic;
+  bool has_sm90;  // whether the kernels for sm_90 can run on the device
+  int multiprocessors;
+};
+
+// The sizes of a plan's scratch, in elements of 4 bytes.
+struct BwdScratchSizes {
+  int64_t dq_accum = 0;
+  int64_t row_values = 0;  // of each array of values of rows
+  int num_row_values = 0;  // how many such arrays there are: lse_log2, softmax_d and perhaps lse
+  int64_t semaphores = 0;
+  int64_t key_sums = 0;
+  int64_t tiles = 0, seen = 0, key_uses = 0;  // for key ranges
+
+  int64_t ranges() const { return tiles + seen + key_uses; }
+  int64_t total() const { return dq_accum + num_row_values * row_values + key_sums + ranges() + semaphores + 1; }
+};
+
+struct BwdChoice {
+  BwdPlan plan;
+  BwdScratchSizes scratch;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Scratch
+
+inline int64_t heads_of_all_entries(const Problem& p) { return int64_t{p.heads} * (p.cu_seqlens_q ? 1 : p.batch); }
+
+inline int64_t padded_rows_per_head(const Problem& p) {
+  if (p.cu_seqlens_q) return int64_t{p.seqlen_q} / kRowPad * kRowPad + int64_t{kRowPad} * p.batch;
+  return ceil_div(int64_t{p.seqlen_q}, kRowPad) * kRowPad;
+}
+
+// DqAccum may group rows by eight: their number is rounded up.
+inline int64_t dq_accum_size(const Problem& p) {
+  return ceil_div(heads_of_all_entries(p) * p.seqlen_q, int64_t{8}) * 8 *
+         sm80_head_dims(p.head_dim, p.head_dim_v).of_keys;
+}
+
+inline int64_t num_semaphores(const Problem& p) {
+  return heads_of_all_entries(p) * padded_rows_per_head(p) / kSemaphoreRows;
+}
+
+// Adds the scratch for key ranges, enough for the smallest tiles of any kernel: 32 rows and 16 keys.
+inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_per_head) {
+  if (p.ranges.data == nullptr) return;
+  constexpr int kLeastRows = 32, kLeastKeys = 16;
+  const int64_t entries = p.cu_seqlens_q ? 1 : p.batch, packed_entries = p.cu_seqlens_k ? p.batch : 0;
+  const int64_t rows = entries * (p.ranges.heads == 0 ? 1 : p.heads) * rows_per_head;
+  const int64_t key_blocks = ceil_div(int64_t{p.seqlen_k}, kLeastKeys) + packed_entries;
+  sizes.tiles = rows / kLeastRows * 4;
+  sizes.seen = rows * 2;
+  sizes.key_uses = entries * (p.ranges.heads == 0 ? 1 : p.heads_k) * key_blocks *
+                   static_cast<int64_t>(sizeof(KeyUse) / sizeof(float));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Order of key blocks
+//
+// A section (key_work in bwd/schedule.cuh) is a number of key heads whose key blocks are taken together, beginning with
+// the first keys. Key blocks of one head read the same rows, which stay in the L2 cache if they run at the same time.
+// But where key blocks wait for one another, those of one head should not start together: hence many heads.
+
+// Whether the mask is causal on the right and open on the left: the first keys are seen by most rows and take longest.
+inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && p.window_right != kUnbounded; }
+
+// The head dim of the keys in the instance for sm_90.
+inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
+
+// The features of the instance for sm_90, alignment aside.
+inline Features features_on_sm90(const Problem& p) { return features_of<BwdSm90Plan>(p, has_plain_products(p)); }
+
+inline bool is_plain(const Problem& p) { return features_on_sm90(p) == Features::kPlain; }
+
+// The bytes of q, dout and dq_accum (16, 16 and 32 bits) in so many rows of the query heads that share a key head.
+inline int64_t bytes_of_rows(const Problem& p, int64_t rows) {
+  return int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k) * rows;
+}
+
+// How many heads are in a section if key blocks add in the order of their keys. Those of a head that start together
+// begin one after the other. Under a causal mask they still end no later than one another, since each has one or two
+// row blocks less than the one before it; then the next ones start together again. There, few key blocks of a head at a
+// time are worth more than what stays in the L2 cache: as many heads as have 65536 keys. Without a mask, as many as
+// have rows of about 16 MB. Both within bounds. Only key blocks of one entry wait for each other, so the longest one
+// counts; and if there are fewer than kFewestInOrder key heads, those of several packed entries take their place under
+// a causal mask.
+constexpr int kFewestInOrder = 16;
+
+inline int section_of_blocks_in_order(const Problem& p, const BwdHints& hints, bool rounds_dq) {
+  const int head_dim = instance_on_sm90(p);
+  if (head_dim > 128) return is_causal(p) ? 16 : 8;
+  if (is_causal(p)) {
+    return static_cast<int>(std::clamp<int64_t>((64 << 10) / hints.longest_k, 16, head_dim <= 64 ? 64 : 32));
+  }
+  const int64_t least = rounds_dq && head_dim <= 64 && is_plain(p) ? 2 : 8;
+  return static_cast<int>(std::clamp<int64_t>((16 << 20) / bytes_of_rows(p, hints.longest_q), least, 32));
+}
+
+// The same if the main kernel rounds dQ, and key blocks other than the first and the last add in any order: as many
+// heads as have rows of about 8 MB, within bounds. Under a causal mask more heads pay, and so they do in instances with
+// ranges, which may be causal.
+inline int section_of_rounding_blocks(const Problem& p) {
+  const bool causal = is_causal(p);
+  const bool waits_little = instance_on_sm90(p) <= 64 && is_plain(p);
+  const int64_t least = !waits_little ? 8 : causal ? 2 : 1;
+  const int64_t heads = std::clamp<int64_t>((8 << 20) / bytes_of_rows(p, p.seqlen_q), least, 32);
+  return static_cast<int>(heads) * (causal ? 2 : 1);
+}
+
+// The same if no key block waits: as many heads as have rows of about 32 MB, within bounds. Under a causal mask, the
+// longest key blocks take twice the mean time. A section then needs two key blocks for each SM, or else the long ones
+// of the last section would end late. Of packed entries the rows of the longest count then, since key blocks of one
+// section are in few entries at a time; but without a mask it is faster to count all rows.
+inline int section_of_free_blocks(const Problem& p, const BwdHints& hints) {
+  int64_t heads = (32 << 20) / bytes_of_rows(p, is_causal(p) ? hints.longest_q : p.seqlen_q);
+  if (is_causal(p)) heads = std::max(heads, 2 * hints.multiprocessors / ceil_div(int64_t{p.seqlen_k}, 128));
+  return static_cast<int>(std::clamp<int64_t>(heads, 1, 8));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Shares of key blocks
+
+// dK and dV that the shares of all key blocks sum, with as many channels as KeySums has.
+inline int64_t key_sums_size(const Problem& p, int shares) {
+  const int64_t keys = int64_t{p.heads_k} * p.seqlen_k * (p.cu_seqlens_k ? 1 : p.batch);
+  return 2 * keys * shares * instance_on_sm90(p);
+}
+
+// Divides key blocks among thread blocks where there are too few to occupy the GPU: cross-attention to few keys, one
+// key head for many query heads, or one sequence with few heads. The time of a call is estimated in steps, tiles of
+// rows: each thread block does its share of them and needs a few more to start and to end; another kernel adds up the
+// shares, which takes longer the more there are. Under a mask that is open on one side, and with key ranges, which may
+// be one, key blocks have half of the steps on average; thread blocks that are done take the next ones, so that the
+// time is that of the longest one or the mean, whichever is more. More shares must gain 5 %, and their sums may take as
+// much memory as dq_accum, or 64 MB. The numbers fit times on an H100.
+inline void share_key_blocks(BwdSm90Plan& plan, const Problem& p, const BwdHints& hints) {
+  constexpr int kMostShares = 16, kStepsOfBlock = 3, kStepsOfSum = 5;
+  const int head_dim = instance_on_sm90(p), keys = head_dim > 256 ? 64 : 128, group = p.heads / p.heads_k;
+  const int tile_rows = bwd_sm90_tile(head_dim, features_on_sm90(p)).rows;
+  const int64_t places = hints.multiprocessors / (head_dim > 128 ? 2 : 1);  // of thread blocks, or of clusters of two
+  const int64_t per_head = p.cu_seqlens_k ? p.seqlen_k / keys + p.batch : ceil_div(int64_t{p.seqlen_k}, int64_t{keys});
+  const int64_t blocks = per_head * p.heads_k * (p.cu_seqlens_k ? 1 : p.batch);
+  if (blocks > 4 * places) return;  // the last round is short beside the others
+  const bool left = p.window_left != kUnbounded, right = p.window_right != kUnbounded;
+  const bool uneven = left != right || p.ranges.data != nullptr;
+  const int64_t band = int64_t{p.window_left} + p.window_right + keys;  // rows that see some of the keys
+  const int64_t row_blocks =
+      ceil_div(left && right ? std::clamp<int64_t>(band, 1, hints.longest_q) : hints.longest_q, int64_t{tile_rows});
+  const int64_t most_memory = std::max(dq_accum_size(p), int64_t{16 << 20});
+  int64_t least = 0;
+  for (int shares = 1; shares <= kMostShares; ++shares) {
+    const int of_heads = std::gcd(shares, group), of_rows = shares / of_heads;
+    if (of_rows > row_blocks || (shares > 1 && key_sums_size(p, shares) > most_memory)) continue;
+    const int64_t steps = group / of_heads * ceil_div(row_blocks, int64_t{of_rows}), all = blocks * shares;
+    const int64_t longest = steps + kStepsOfBlock;
+    int64_t time = uneven ? std::max(longest, ceil_div(all * (steps / 2 + kStepsOfBlock), places))
+                          : ceil_div(all, places) * longest;
+    if (shares > 1) time += kStepsOfSum + all * head_dim / (24 * hints.multiprocessors);
+    if (shares > 1 && time * 20 >= least * 19) continue;
+    least = time, plan.head_shares = of_heads, plan.row_shares = of_rows, plan.shares = shares;
+  }
+  if (plan.shares > 1) plan.row_order = RowOrder::kLastFirst;  // which the instances for shares are compiled for
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Plans
+
+// Whether the kernels for sm_90 take a problem: bwd_sm90, or bwd_sm90_wide for head dims above 128. TMA needs
+// aligned rows and tensors that are not empty.
+inline bool suits_sm90(const BwdParams& p) {
+  const Problem& problem = p.problem;
+  const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
+  return p.aligned && !empty;
+}
+
+// As in fwd/planner.h.
+inline bool wants_tiled_bias(const BwdParams& p, const BwdHints& hints) {
+  return hints.has_sm90 && suits_sm90(p) && could_tile_bias<BwdSm90Plan>(p.problem);
+}
+
+// Whether bwd_sm90 may choose the order of rows, which only plain instances are compiled for. With key ranges, the
+// lanes of a warp find the next rows together, last first. In order, all key blocks must visit rows alike.
+inline bool may_reorder_rows(const Problem& p, bool in_order) {
+  return instance_on_sm90(p) <= 128 && is_plain(p) && !in_order;
+}
+
+// The most keys for which bwd_sm90 rounds dQ: for head dims up to 64, and up to 128.
+constexpr int kMostRoundedKeys64 = 4096, kMostRoundedKeys128 = 2048;
+
+// Whether bwd_sm90 rounds dQ itself. That saves filling dq_accum with zeros and a pass that reads it, but key
+// blocks then wait for one another and all start with the same rows: it gains where there are few keys and loses where
+// there are many. Head dim 64 gains with any number of keys where key blocks wait anyway. Not for packed entries: the
+// first key block stores whole boxes of rows, which would overwrite rows of the next entry.
+inline bool rounds_dq(const Problem& p, bool in_order) {
+  const int head_dim = instance_on_sm90(p);
+  const int most_keys = head_dim > 128  ? 0
+                        : head_dim > 64 ? kMostRoundedKeys128
+                        : in_order      ? kMaxSeqlen
+                                        : kMostRoundedKeys64;
+  return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
+}
+
+// Key blocks that add to the same rows of dQ at the same time contend for them, so they should start at different rows.
+// Under a mask, the first rows that see a key block differ anyway (kFirstFirst). Without one, only head dim 64 gains
+// from rotated rows. Key blocks that wait for one another must visit the rows that they share in the same order.
+inline RowOrder row_order(const Problem& p, const BwdSm90Plan& plan) {
+  if (plan.waits || !may_reorder_rows(p, plan.in_order)) return RowOrder::kLastFirst;
+  const bool masked = p.window_left != kUnbounded || p.window_right != kUnbounded;
+  return masked || instance_on_sm90(p) > 64 ? RowOrder::kFirstFirst : RowOrder::kRotated;
+}
+
+inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
+  BwdSm80Plan plan{};
+  plan.waits = hints.deterministic && p.seqlen_q > 0;  // without rows, bwd_prepare does not run to clear next_block
+  plan.section_heads = is_causal(p) ? 16 : plan.waits ? 8 : 1;
+  plan.scratch.rows_per_head = padded_rows_per_head(p);
+  return {plan, {.dq_accum = dq_accum_size(p), .semaphores = plan.waits ? num_semaphores(p) : 0}};
+}
+
+inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
+  BwdSm90Plan plan{};
+  plan.in_order = hints.deterministic;
+  plan.rounds_dq = rounds_dq(p, plan.in_order);
+  plan.waits = plan.in_order || plan.rounds_dq;
+  plan.row_order = row_order(p, plan);
+  plan.section_heads = plan.in_order    ? section_of_blocks_in_order(p, hints, plan.rounds_dq)
+                       : plan.rounds_dq ? section_of_rounding_blocks(p)
+                                        : section_of_free_blocks(p, hints);
+  if (plan.in_order && is_causal(p) && p.cu_seqlens_k != nullptr && instance_on_sm90(p) <= 128) {
+    plan.section_entries = ceil_div(kFewestInOrder, p.heads_k);
+  }
+  plan.blocks = hints.multiprocessors;
+  share_key_blocks(plan, p, hints);
+  plan.scratch.rows_per_head = padded_rows_per_head(p);
+  return {plan,
+          {.dq_accum = dq_accum_size(p),
+           .row_values = heads_of_all_entries(p) * plan.scratch.rows_per_head,
+           .num_row_values = p.bias.data == nullptr ? 2 : 3,
+           .semaphores = plan.waits ? num_semaphores(p) : 0,
+           .key_sums = plan.shares > 1 ? key_sums_size(p, plan.shares) : 0}};
+}
+
+// Chooses the kernel and the plan of a problem, and says how much scratch it takes.
+inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
+  BwdChoice choice =
+      hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
+  add_ranges(choice.scratch, p.problem, padded_rows_per_head(p.problem));
+  return choice;
+}
+
+// Points a problem and its plan to their scratch: sizes.total() uninitialized elements, aligned to 16 bytes.
+inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& sizes, float* memory) {
+  float *row_values = memory + sizes.dq_accum, *key_sums = row_values + sizes.num_row_values * sizes.row_values;
+  float* ranges = key_sums + sizes.key_sums;
+  int* counters = reinterpret_cast<int*>(ranges + sizes.ranges());
+  problem.ranges.of_tiles = reinterpret_cast<int4*>(ranges);
+  const auto use = [&](BwdScratch& scratch) {
+    scratch.seen = reinterpret_cast<Interval*>(ranges + sizes.tiles);
+    scratch.key_uses = reinterpret_cast<KeyUse*>(ranges + sizes.tiles + sizes.seen);
+    scratch.dq_accum = memory;
+    scratch.key_sums = key_sums;
+    scratch.next_block = counters;
+    scratch.semaphores = counters + 1;
+  };
+  std::visit([&](auto& chosen) { use(chosen.scratch); }, plan);
+  if (auto* on_sm90 = std::get_if<BwdSm90Plan>(&plan)) {
+    on_sm90->lse_log2 = row_values;
+    on_sm90->softmax_d = row_values + sizes.row_values;
+    if (sizes.num_row_values == 3) on_sm90->lse = row_values + 2 * sizes.row_values;
+  }
+}
+
+}  // namespace flash::flash_attn

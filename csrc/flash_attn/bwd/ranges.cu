@@ -1,0 +1,167 @@
+// Key ranges in the backward. Two small kernels run before the others. find_seen_kernel finds the interval of keys that
+// each row sees and, for each tile of rows, the smallest interval that holds these and the largest that lies in all of
+// them. find_key_uses_kernel then finds for each key block which tiles of rows see it, and which of its keys no row
+// sees.
+#include <cstdint>
+
+#include "common/launch.h"
+#include "flash_attn/bwd/plan.h"
+#include "flash_attn/bwd/ranges.cuh"
+#include "flash_attn/bwd/rows.h"
+#include "flash_attn/bwd/schedule.cuh"
+#include "flash_attn/bwd/scratch.cuh"
+#include "flash_attn/params.h"
+#include "flash_attn/scores/mask.cuh"
+#include "flash_attn/sequence.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash::flash_attn {
+namespace {
+
+constexpr int kSeenThreads = 128, kSeenWarps = kSeenThreads / 32;
+constexpr int kLiveWords = sizeof(KeyUse::live) / sizeof(uint32_t);
+
+// The kernels' parameters. Tile sizes are those of the main kernel.
+struct BwdRangesParams : BwdCommonParams {
+  int tile_rows, tile_keys;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Intervals of keys
+
+// The neutral element of hull; intersected with anything, it stays empty.
+__device__ Interval no_keys() { return {kMaxSeqlen, -1}; }
+
+__device__ Interval hull(const Interval& a, const Interval& b) { return {min(a.first, b.first), max(a.last, b.last)}; }
+
+// The keys that a row of an entry sees; no_keys() if there are none, or no such row. `given`: its range.
+__device__ Interval seen_by(const Mask& mask, int row, const int* given) {
+  if (row >= mask.seqlen_q) return no_keys();
+  const Interval seen = intersection(mask.keys_seen_by(row), {__ldg(given), max(__ldg(given + 1), 0) - 1});
+  return seen.empty() ? no_keys() : seen;
+}
+
+// Reduces the values of all lanes with fn.
+template <typename Fn>
+__device__ Interval combine_lanes(Interval x, Fn&& fn) {
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    x = fn(x, Interval{__shfl_xor_sync(~0u, x.first, lanes), __shfl_xor_sync(~0u, x.last, lanes)});
+  }
+  return x;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows
+
+// Fills BwdScratch::seen and KeyRanges::of_tiles; one warp for each tile of rows.
+__global__ __launch_bounds__(kSeenThreads) void find_seen_kernel(const __grid_constant__ BwdRangesParams p) {
+  const Problem& problem = p.problem;
+  const BwdScratch& scratch = p.plan.scratch;
+  const int tile_rows = p.tile_rows, heads = ranged_heads(problem);
+  const int64_t tile = int64_t{blockIdx.x} * kSeenWarps + warp_id();
+  const int64_t tiles_per_head = scratch.rows_per_head / tile_rows, outer = tile / tiles_per_head;
+  if (outer >= num_entries(problem) * heads) return;
+  const int64_t position = tile % tiles_per_head * tile_rows;
+  const auto start_of = [&](int entry) { return padded_start(problem, __ldg(problem.cu_seqlens_q + entry), entry); };
+  const bool packed = problem.cu_seqlens_q != nullptr;
+  const int entry = packed ? last_entry_from(problem.batch, position, start_of) : static_cast<int>(outer / heads);
+  const Sequence seq(problem, entry);
+  const Mask mask(problem, seq);
+  const KeyRanges& ranges = problem.ranges;
+  const int* first = ranges.data + seq.q.batch * ranges.batch + outer % heads * ranges.heads;
+  const int row0 = static_cast<int>(position - padded_start(problem, seq.q.first, entry));
+
+  Interval any = no_keys(), all = {0, kMaxSeqlen};
+  for (int row = row0 + lane_id(); row < row0 + tile_rows; row += 32) {
+    const Interval seen = seen_by(mask, row, first + (seq.q.first + row) * ranges.seqlen);
+    scratch.seen[tile * tile_rows + row - row0] = seen;
+    any = hull(any, seen);
+    all = intersection(all, seen);
+  }
+  any = combine_lanes(any, [](const Interval& a, const Interval& b) { return hull(a, b); });
+  all = combine_lanes(all, [](const Interval& a, const Interval& b) { return intersection(a, b); });
+  if (lane_id() == 0) ranges.of_tiles[tile] = {any.first, any.last + 1, all.first, all.last + 1};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Keys
+
+// The bits of keys `first` .. first + 31 that lie in an interval.
+__device__ uint32_t bits_of(const Interval& interval, int first) {
+  return low_bits(interval.last + 1 - first) & ~low_bits(interval.first - first);
+}
+
+// Fills BwdScratch::key_uses; one warp for each key block.
+__global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __grid_constant__ BwdRangesParams p) {
+  const Problem& problem = p.problem;
+  const BwdScratch& scratch = p.plan.scratch;
+  const int tile_rows = p.tile_rows, tile_keys = p.tile_keys;
+  const int per_head = blocks_per_head(problem, tile_keys), heads = ranged_key_heads(problem);
+  const bool packed = problem.cu_seqlens_k != nullptr;
+  const int64_t index = int64_t{blockIdx.x} * kSeenWarps + warp_id(), outer = index / per_head;
+  if (outer >= num_entries(problem) * heads) return;
+  const int place = static_cast<int>(index % per_head);
+  const auto start_of = [&](int entry) { return __ldg(problem.cu_seqlens_k + entry) / tile_keys + entry; };
+  const int entry = packed ? last_entry_from(problem.batch, place, start_of) : static_cast<int>(outer / heads);
+  const int first_key = (packed ? place - start_of(entry) : place) * tile_keys;
+  const Sequence seq(problem, entry);
+  const Mask mask(problem, seq);
+  const Interval keys{first_key, min(first_key + tile_keys, seq.k.length) - 1};
+  const Interval blocks = keys.empty() ? Interval{0, -1} : blocks_of(mask.rows_that_see(keys), tile_rows);
+  const int query_heads = ranged_heads(problem) / heads, first_head = static_cast<int>(outer % heads) * query_heads;
+  const auto rows_of = [&](int head) { return seen_index(problem, scratch, seq.q, entry, head); };
+
+  Interval used = no_keys();  // an interval of row blocks: those that see the keys
+  bool all_live = false;
+  for (int head = first_head; head < first_head + query_heads; ++head) {
+    const int4* tiles = problem.ranges.of_tiles + rows_of(head) / tile_rows;
+    for (int block = blocks.first + lane_id(); block <= blocks.last; block += 32) {
+      const TileSeen seen(tiles[block]);
+      if (touches(seen.any, keys)) used = hull(used, {block, block});
+      all_live |= seen.all.covers(keys);
+    }
+  }
+  used = combine_lanes(used, [](const Interval& a, const Interval& b) { return hull(a, b); });
+
+  uint32_t live[kLiveWords] = {};
+  const auto add = [&](const Interval& seen) {
+#pragma unroll
+    for (int i = 0; i < kLiveWords; ++i) live[i] |= bits_of(intersection(seen, keys), first_key + 32 * i);
+  };
+  if (__any_sync(~0u, all_live)) {
+    add(keys);
+  } else if (!used.empty()) {
+    for (int head = first_head; head < first_head + query_heads; ++head) {
+      const Interval* rows = scratch.seen + rows_of(head);
+      for (int row = used.first * tile_rows + lane_id(); row < (used.last + 1) * tile_rows; row += 32) {
+        add(rows[row]);
+      }
+    }
+  }
+  KeyUse& use = scratch.key_uses[index];
+#pragma unroll
+  for (int i = 0; i < kLiveWords; ++i) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) live[i] |= __shfl_xor_sync(~0u, live[i], lanes);
+    if (lane_id() == i) use.live[i] = live[i];
+  }
+  if (lane_id() == 0) use.first_rows = used.first, use.last_rows = used.last;
+}
+
+}  // namespace
+
+void run_bwd_ranges(const BwdCommonParams& p, int tile_rows, int tile_keys, cudaStream_t stream) {
+  const Problem& problem = p.problem;
+  const int64_t entries = num_entries(problem);
+  const int64_t tiles = entries * ranged_heads(problem) * (p.plan.scratch.rows_per_head / tile_rows);
+  const int64_t key_blocks = entries * ranged_key_heads(problem) * blocks_per_head(problem, tile_keys);
+  const auto shape = [](int64_t warps) {
+    return LaunchShape{.grid = dim3(blocks_for(warps, kSeenWarps)), .block = dim3(kSeenThreads)};
+  };
+  const BwdRangesParams params{p, tile_rows, tile_keys};
+  launch<find_seen_kernel>(shape(tiles), params, stream);
+  launch<find_key_uses_kernel>(shape(key_blocks), params, stream);
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,45 @@
+// Key ranges in the backward: how the main kernels read what bwd/ranges.cu has found.
+//
+// A key block visits the tiles of rows whose bound (TileSeen::any) touches it. The key blocks that add to dQ of a tile
+// are thus contiguous, which AddOrder needs. The tiles that a key block visits need not be: it walks from the first to
+// the last and skips those between that do not touch it; a warp checks 32 at a time.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/bwd/plan.h"
+#include "flash_attn/bwd/schedule.cuh"
+#include "flash_attn/bwd/scratch.cuh"
+#include "flash_attn/features.h"
+#include "flash_attn/params.h"
+#include "flash_attn/scores/mask.cuh"
+
+namespace flash::flash_attn {
+
+// Whether a call has key ranges: a constant in all instances but those of kAll.
+template <Features kFeatures>
+__device__ bool has_ranges(const Problem& p) {
+  return kFeatures == Features::kRanged || (kFeatures == Features::kAll && p.ranges.data != nullptr);
+}
+
+__device__ inline bool touches(const Interval& a, const Interval& b) { return a.first <= b.last && b.first <= a.last; }
+
+// The keys that the rows of a tile see.
+struct TileSeen {
+  Interval any;  // from the first to the last key that some row sees; not every key between need be seen
+  Interval all;  // keys that all rows see; empty if some rows of the tile do not exist
+
+  __device__ explicit TileSeen(const int4& bounds) : any{bounds.x, bounds.y - 1}, all{bounds.z, bounds.w - 1} {}
+};
+
+// The intervals of two adjacent rows of BwdScratch::seen in one 16-byte load: the index of the first must be even.
+__device__ inline int4 seen_by_two(const Interval* rows) { return *reinterpret_cast<const int4*>(rows); }
+
+// The index of a block of keys among BwdScratch::key_uses.
+__device__ inline int64_t key_use_index(const Problem& p, const KeyWork& work, int block_keys) {
+  const int per_head = blocks_per_head(p, block_keys), heads = ranged_key_heads(p), head = heads == 1 ? 0 : work.head_k;
+  if (p.cu_seqlens_k == nullptr) return (int64_t{work.entry} * heads + head) * per_head + work.block;
+  return int64_t{head} * per_head + __ldg(p.cu_seqlens_k + work.entry) / block_keys + work.entry + work.block;
+}
+
+}  // namespace flash::flash_attn

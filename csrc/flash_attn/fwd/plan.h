@@ -1,0 +1,78 @@
+// How a forward is carried out: for each kernel a plan with all that it must know besides the problem. fwd/planner.h
+// chooses the plan.
+#pragma once
+
+#include <variant>
+
+#include "common/divmod.h"
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+// How the query rows of all entries and heads are cut into tiles. A row is a pair of a token and one of `packed_heads`
+// query heads that share a key head. Each group of packed heads has `slots` slots, each for at most one tile: in each
+// entry of a dense batch, or in all packed entries together.
+struct Tiling {
+  Divisor group;         // query heads that share a key head: heads / heads_k
+  Divisor packed_heads;  // 1 or `group`
+  Divisor head_groups;   // heads / packed_heads
+  Divisor slots;
+  Divisor tiles;  // slots of all head groups and dense entries
+};
+
+// How the keys of a tile are divided among thread blocks. Each leaves its partial result in the scratch, and the last
+// one to arrive merges them all. A tile that sees few keys has fewer splits than `count`; with one split, it needs no
+// scratch.
+struct KeySplits {
+  int count = 1;             // the most splits of a tile
+  int least_blocks = 1;      // the fewest key blocks in a split
+  int rows = 0;              // rows of a tile that have scratch
+  float* out = nullptr;      // (tiles, count * rows, channels), O before normalization, in the kernel's own order
+  float* softmax = nullptr;  // maxima and sums of these rows
+  int* arrivals = nullptr;   // (tiles), how many splits are done; the kernel finds zeros and leaves zeros
+};
+
+struct FwdSm80Plan {
+  // What instances with less than Features::kAll can do:
+  static constexpr bool kPlainFindsPages = false;   // whether they take keys in pages
+  static constexpr bool kPlainHasHeadDimV = false;  // whether they take values of another head dim than the keys
+  static constexpr bool kHasRanged = false;         // whether there are instances of Features::kRanged
+  static constexpr int kMostBiasedHeadDim = 0;      // the largest head dim with instances of Features::kBiased; 0: none
+  Tiling tiling;
+  KeySplits splits;
+};
+
+struct DecodePlan {
+  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false, kHasRanged = false;
+  static constexpr int kMostBiasedHeadDim = 0;
+  Tiling tiling;
+  KeySplits splits;
+  int warps;                             // of a thread block
+  bool evict_keys;                       // whether keys and values are the first to be evicted from the L2 cache
+  const AppendParams* append = nullptr;  // host pointer: what the kernel also appends to the cache; null if nothing
+};
+
+struct FwdSm90Plan {
+  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true, kHasRanged = true;
+  static constexpr int kMostBiasedHeadDim = 256;
+  Tiling tiling;
+  bool wide = false;             // whether to use the larger tile for long sequences (has_wide_tile)
+  Divisor section_heads;         // heads of a section: first the longest tile of each of them, then the next, and so on
+  Divisor section_tiles;         // tiles of a section
+  Divisor sharing = Divisor(1);  // entries that share a bias: their tiles of the same head follow one another
+  int blocks = 0;                // of the grid: persistent thread blocks, or a cluster of them for each tile
+  int* taken = nullptr;          // (1), how many tiles were taken besides the first of each block; found and left as 0
+};
+
+using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan>;
+
+// The parameters of a kernel: the problem and the plan of this kernel.
+template <typename Plan>
+struct Planned : FwdParams {
+  Plan plan;
+};
+using FwdSm80Params = Planned<FwdSm80Plan>;
+using DecodeParams = Planned<DecodePlan>;
+using FwdSm90Params = Planned<FwdSm90Plan>;
+
+}  // namespace flash::flash_attn

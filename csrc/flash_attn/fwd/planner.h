@@ -1,0 +1,290 @@
+// Chooses the forward kernel for a problem, and makes its plan. Pure host code, which can be tested without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "common/divmod.h"
+#include "flash_attn/features.h"
+#include "flash_attn/fwd/plan.h"
+#include "flash_attn/fwd/tiles.h"
+#include "flash_attn/head_dims.h"
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+// What else a plan depends on. Results depend on the plan only in their rounding.
+struct FwdHints {
+  int64_t longest_q;  // no entry has more rows
+  int64_t longest_k;  // no entry has more keys
+  int num_splits;     // 0: as many as is best
+  int multiprocessors;
+  int shared_bytes;  // that a thread block can have
+  bool has_sm90;     // whether fwd_sm90 can run on the device
+};
+
+// The sizes of a plan's scratch, in elements.
+struct FwdScratch {
+  int64_t out = 0;       // of KeySplits::out
+  int64_t softmax = 0;   // of KeySplits::softmax
+  int64_t counters = 0;  // zeros
+};
+
+struct FwdChoice {
+  FwdPlan plan;
+  FwdScratch scratch;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles of rows
+
+// How many query heads are packed into the rows of a tile: all that share a key head if that takes fewer tiles, else 1.
+// Never where tokens times heads exceed the 32 bits in which kernels count the rows of an entry; with dropout, whose
+// random bits are drawn for 16 rows of one head; or if heads have key ranges of their own.
+inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
+  const int group = p.heads / p.heads_k;
+  const bool fits = int64_t{p.seqlen_q} * group <= std::numeric_limits<int>::max() - tile_rows;
+  const int64_t apart = group * ceil_div(longest_q, tile_rows), together = ceil_div(longest_q * group, tile_rows);
+  return fits && p.rng_state == nullptr && p.ranges.heads == 0 && together < apart ? group : 1;
+}
+
+// How many slots for tiles (Tiling) a group of packed heads has in a dense entry, or in all packed entries together:
+// entry_of_slot (schedule.cuh) says why one more for each entry.
+inline int64_t slots_for(const Problem& p, int packed_heads, int tile_rows) {
+  const int64_t rows = int64_t{p.seqlen_q} * packed_heads;
+  return p.cu_seqlens_q ? rows / tile_rows + p.batch + 1 : ceil_div(rows, tile_rows);
+}
+
+inline Tiling tiling_for(const Problem& p, int packed_heads, int tile_rows) {
+  const int64_t slots = slots_for(p, packed_heads, tile_rows);
+  const int64_t tiles = slots * (p.heads / packed_heads) * (p.cu_seqlens_q ? 1 : p.batch);
+  if (tiles > std::numeric_limits<int>::max()) {
+    throw std::invalid_argument("q has too many rows and heads for one launch: " + std::to_string(tiles) + " tiles");
+  }
+  return {.group = Divisor(p.heads / p.heads_k),
+          .packed_heads = Divisor(packed_heads),
+          .head_groups = Divisor(p.heads / packed_heads),
+          .slots = Divisor(static_cast<int>(slots)),
+          .tiles = Divisor(static_cast<int>(tiles))};
+}
+
+inline int num_tiles(const Tiling& tiling) { return static_cast<int>(tiling.tiles.value); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Splits of the keys
+
+constexpr int kMaxSplits = 128;
+
+// `wanted` splits, or as many as the grid of one launch can have, of at least `least_blocks` key blocks each.
+inline KeySplits splits_of(const Tiling& tiling, int64_t wanted, int64_t least_blocks, int rows) {
+  const int64_t most = std::max(1, std::numeric_limits<int>::max() / std::max(num_tiles(tiling), 1));
+  return {.count = static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, kMaxSplits))),
+          .least_blocks = static_cast<int>(least_blocks),
+          .rows = rows};
+}
+
+// The scratch of splits. For each row of a split: head_dim (of the instance) channels of O, and a maximum and a sum for
+// each of the `lanes` that store them.
+inline FwdScratch scratch_of(const Tiling& tiling, const KeySplits& splits, int head_dim, int lanes) {
+  if (splits.count == 1) return {};
+  const int64_t rows = int64_t{num_tiles(tiling)} * splits.count * splits.rows;
+  return {.out = rows * head_dim, .softmax = 2 * lanes * rows, .counters = num_tiles(tiling)};
+}
+
+// Points a plan to its scratch: `partials` has scratch.out + scratch.softmax elements; `counters` are zeros.
+inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partials, int* counters) {
+  if (auto* on_sm90 = std::get_if<FwdSm90Plan>(&plan)) {
+    on_sm90->taken = counters;
+    return;
+  }
+  auto* decoding = std::get_if<DecodePlan>(&plan);
+  KeySplits& splits = decoding ? decoding->splits : std::get<FwdSm80Plan>(plan).splits;
+  splits.out = partials, splits.softmax = partials + scratch.out, splits.arrivals = counters;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Decoding
+
+// Whether decode_sm80 takes a problem: all rows that share a key head fit one tile, and there is no dropout.
+inline bool suits_decoding(const Problem& p, const FwdHints& hints) {
+  return p.rng_state == nullptr && hints.longest_q * (p.heads / p.heads_k) <= kDecodeRows;
+}
+
+// Whether keys and values, which are read once, should be the first to be evicted from the L2 cache. Then they do not
+// evict data that would have to be written back. Small key caches gain most by this, and large ones lose a little.
+inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
+  constexpr int64_t kPassingBytes = 256 << 20;
+  return int64_t{2} * p.batch * p.heads_k * (p.head_dim + p.head_dim_v) * longest_k <= kPassingBytes;
+}
+
+// A thread block has an SM to itself. Where there are fewer tiles than SMs, the keys are cut into just enough splits to
+// fill the SMs; but not keys that the warps of one thread block take in one round, since merging would only come on
+// top. Where entries may differ in length (ragged), the longest is also cut into pieces of about kPiece keys, so that
+// no thread block takes long: this may halve the time of ragged batches, and costs equal lengths little. Short entries
+// get fewer splits, since a split has at least least_blocks key blocks.
+//
+// Every split has scratch, with keys or without, because only the device knows the lengths. So there are at most
+// kMostSplitsEach splits for each SM. The longest entry then keeps no SM busy for longer than the whole batch does,
+// unless it is more than kMostSplitsEach times as long as the average.
+inline KeySplits split_decode(const Problem& p, const FwdHints& hints, const Tiling& tiling, int warps, int rows) {
+  constexpr int kPiece = 4096, kShortPiece = 1024, kMostPieces = 16, kMostSplitsEach = 32;
+  if (hints.num_splits > 0) return splits_of(tiling, hints.num_splits, 1, rows);
+  const int teams = warps / channel_parts(std::max(p.head_dim, p.head_dim_v));
+  if (hints.longest_k <= teams * kDecodeKeys) return splits_of(tiling, 1, 1, rows);
+  const int tiles = std::max(num_tiles(tiling), 1);
+  const bool ragged = p.batch > 1 && (p.seqused_k || p.cu_seqlens_k);
+  const int to_fill = std::max(1, hints.multiprocessors / tiles);
+  const int64_t room = int64_t{kMostSplitsEach} * hints.multiprocessors / tiles;
+  const int64_t pieces = std::min<int64_t>({ceil_div(hints.longest_k, kPiece), kMostPieces, room});
+  const int64_t of_longest = ceil_div(ceil_div(hints.longest_k, to_fill), kDecodeKeys);
+  const int enough = to_fill == 1 ? kPiece / kDecodeKeys : ragged ? kShortPiece / kDecodeKeys : warps;
+  return splits_of(tiling, ragged ? std::max<int64_t>(to_fill, pieces) : to_fill,
+                   std::clamp<int64_t>(of_longest, 1, std::max(enough, 1)), rows);
+}
+
+inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
+  const Problem& problem = p.problem;
+  const int head_dim = sm80_head_dims(problem.head_dim, problem.head_dim_v).of_keys;
+  const int warps = decode_warps(head_dim, hints.shared_bytes);
+  const int packed_heads = heads_to_pack(problem, hints.longest_q, kDecodeRows);
+  const Tiling tiling = tiling_for(problem, packed_heads, kDecodeRows);
+  // longest_q is the caller's word where entries are packed: a tile may have up to kDecodeRows rows all the same.
+  const int rows = problem.cu_seqlens_q ? kDecodeRows : std::min(kDecodeRows, problem.seqlen_q * packed_heads);
+  const KeySplits splits = split_decode(problem, hints, tiling, warps, rows);
+  return {DecodePlan{tiling, splits, warps, should_evict_keys(problem, hints.longest_k)},
+          scratch_of(tiling, splits, head_dim, /*lanes=*/1)};
+}
+
+// Whether the decode kernel can also append, which saves a launch. It does not find pages then; no entry may read what
+// another entry appends; and some row must see every new key, because only thread blocks that see a key write it.
+inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const AppendParams& append,
+                                const FwdHints& hints) {
+  const auto* decoding = std::get_if<DecodePlan>(&plan);
+  if (decoding == nullptr || features_of<FwdSm80Plan>(p) != Features::kPlain) return false;
+  const Problem& problem = p.problem;
+  const int head_dim = instance_head_dim(problem.head_dim);
+  const bool own_rows = problem.batch_index == nullptr && (append.k_cache.batch != 0 || problem.batch == 1);
+  const bool all_seen = problem.leftpad_k == nullptr && problem.seqlen_q + problem.window_left >= append.seqlen_new;
+  return own_rows && all_seen && append.seqlen_new <= kMostAppended &&
+         decoding->warps * decode_bytes_per_warp(head_dim) + decode_fresh_bytes(head_dim) <= hints.shared_bytes;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Hopper
+
+// Whether rows may differ in how many keys they see.
+inline bool rows_differ(const Problem& p) {
+  return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k || p.ranges.data != nullptr;
+}
+
+// Whether fwd_sm90 takes a problem. It copies aligned rows without pages, packs no heads, and splits no keys. So it
+// needs enough rows to fill tiles, and enough tiles to fill the GPU or so few keys that splits would gain nothing. At
+// these limits it is as fast as the other kernels on an H200.
+inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
+  constexpr int kTileRows = 128, kFewKeysPerChannel = 16;
+  const Problem& problem = p.problem;
+  const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
+  const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, kTileRows);
+  const int64_t blocks = tiles * channel_parts(std::max(problem.head_dim, problem.head_dim_v));
+  const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0;
+  const bool rows_enough = hints.longest_q >= (problem.heads == problem.heads_k ? 32 : 64);
+  const bool few_keys = hints.longest_k <= int64_t{kFewKeysPerChannel} * problem.head_dim;
+  return hints.has_sm90 && p.aligned && p.pages.block_table == nullptr && hints.num_splits <= 1 && any_keys &&
+         rows_enough && (few_keys || 5 * blocks >= 2 * hints.multiprocessors);
+}
+
+// Whether it pays to copy the bias, or a bool mask as a bias, to a layout that TMA can copy tiles from: fwd_sm90
+// would then read it in tiles.
+inline bool wants_tiled_bias(const FwdParams& p, const FwdHints& hints) {
+  return !suits_decoding(p.problem, hints) && suits_sm90(p, hints) && p.row_max == nullptr &&
+         could_tile_bias<FwdSm90Plan>(p.problem);
+}
+
+// Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
+// more scores that the mask hides.
+inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
+  const int head_dim = sm90_head_dims(p.head_dim, p.head_dim_v).of_keys;
+  if (head_dim == 64) return hints.longest_q >= (rows_differ(p) ? 2048 : 512);
+  if (head_dim == 96) return hints.longest_q >= (rows_differ(p) ? 8192 : 2048);
+  if (head_dim == 128) return hints.longest_k >= (rows_differ(p) ? 16384 : 8192);
+  return hints.longest_k >= (rows_differ(p) ? 2048 : 1024);
+}
+
+// How many heads (of all entries) are in a section, whose tiles are taken longest first (ordered_tile in
+// fwd_sm90/producer.cuh). Where all rows see equally many keys, there is nothing to balance, and tiles go head by head:
+// 1. Otherwise as many heads as have keys and values that fit the L2 cache together. But the longest tiles also wait
+// for memory, so at most half of the SMs start with one.
+inline int heads_per_section(const Problem& p, int multiprocessors) {
+  constexpr int64_t kCacheBytes = 32 << 20;
+  const int heads = p.cu_seqlens_q ? p.heads : p.heads * p.batch, group = p.heads / p.heads_k;
+  if (!rows_differ(p)) return 1;
+  const int64_t key_head_bytes = int64_t{2} * p.seqlen_k * (p.head_dim + p.head_dim_v);
+  const int64_t cached = kCacheBytes / key_head_bytes * group, most = std::min(heads, std::max(1, multiprocessors / 2));
+  int section = static_cast<int>(std::clamp<int64_t>(cached, 1, most));
+  while (heads % section != 0) --section;
+  return section;
+}
+
+inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
+  const auto [head_dim, head_dim_v] = sm90_head_dims(p.problem.head_dim, p.problem.head_dim_v);
+  const Features features = features_of<FwdSm90Plan>(p);
+  const bool wide = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
+  const int tile_rows = 64 * fwd_sm90_tile(head_dim, features, wide, head_dim_v).warpgroups;
+  const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
+  const int parts = channel_parts(head_dim);
+  const int section = heads_per_section(p.problem, hints.multiprocessors);
+  const bool shares = features == Features::kBiased && !p.problem.cu_seqlens_q && bias_tensor(p.problem).batch == 0;
+  return {
+      FwdSm90Plan{.tiling = tiling,
+                  .wide = wide,
+                  .section_heads = Divisor(section),
+                  .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
+                  .sharing = Divisor(shares ? p.problem.batch : 1),
+                  .blocks = parts > 1 ? parts * num_tiles(tiling) : std::min(num_tiles(tiling), hints.multiprocessors)},
+      {.counters = parts > 1 ? 0 : 1}};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Every GPU
+
+// The smallest number of splits that fills the last wave of thread blocks nearly as well (85 %) as the best number
+// does; 1 where the tiles alone nearly fill the GPU (80 %), which runs `places` thread blocks at a time.
+inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
+  if (tiles * 10 >= places * 8) return 1;
+  const int64_t most = std::min<int64_t>({key_blocks, kMaxSplits, places});
+  const auto efficiency = [&](int64_t splits) {
+    const double waves = static_cast<double>(tiles * splits) / places;
+    return waves / std::ceil(waves);
+  };
+  double best = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
+  int splits = 1;
+  while (splits < most && efficiency(splits) < 0.85 * best) ++splits;
+  return splits;
+}
+
+inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
+  const int head_dim = sm80_head_dims(p.problem.head_dim, p.problem.head_dim_v).of_keys;
+  const int lanes_of_row = 4 * channel_parts(head_dim);
+  const int blocks_at_once = hints.multiprocessors * (head_dim <= 256 ? 2 : 1);  // their shared memory allows this
+  const FwdTile tile = fwd_tile(head_dim, features_of<FwdSm80Plan>(p));
+  const Tiling tiling = tiling_for(p.problem, heads_to_pack(p.problem, hints.longest_q, tile.rows), tile.rows);
+  const int64_t key_blocks = ceil_div(hints.longest_k, tile.keys);
+  const int wanted =
+      hints.num_splits > 0 ? hints.num_splits : splits_for(num_tiles(tiling), key_blocks, blocks_at_once);
+  const KeySplits splits = splits_of(tiling, std::min<int64_t>(key_blocks, wanted), /*least_blocks=*/1, tile.rows);
+  return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, lanes_of_row)};
+}
+
+// Chooses the kernel. fwd_sm80 packs heads, finds pages and splits keys: it takes all that the others do not.
+inline FwdChoice plan_fwd(const FwdParams& p, const FwdHints& hints) {
+  if (suits_decoding(p.problem, hints)) return plan_decode(p, hints);
+  if (suits_sm90(p, hints)) return plan_fwd_sm90(p, hints);
+  return plan_fwd_sm80(p, hints);
+}
+
+}  // namespace flash::flash_attn

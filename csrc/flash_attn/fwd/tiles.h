@@ -1,0 +1,101 @@
+// The tile sizes of the forward kernels by head dim and features, as compile-time constants.
+#pragma once
+
+#include <algorithm>
+
+#include "flash_attn/features.h"
+
+namespace flash::flash_attn {
+
+// Registers hold O of at most 256 channels. Beyond that, the channels are divided between two parts: two warps with the
+// same rows and keys or, on sm_90, the two thread blocks of a cluster. Each part has its channels of Q, K, V and O, and
+// they exchange their partial sums of Q K^T (partial_scores.cuh). bwd_sm90_wide does the same.
+constexpr int channel_parts(int head_dim) { return head_dim > 256 ? 2 : 1; }
+
+// A tile of fwd_sm80.
+struct FwdTile {
+  int rows;
+  int keys;
+  int warps;
+};
+
+// With 32 rows, a warp reads half as much shared memory for each product as with 16, but above 128 channels they do not
+// fit the registers. Dropout and score transforms also take registers, which leaves room for fewer keys. Tiles of 512
+// channels take 96 KB of shared memory; dropout draws bits for 32 keys at a time, so a tile must have as many.
+constexpr FwdTile fwd_tile(int head_dim, Features features) {
+  const bool plain = has_plain_scores(features);
+  if (head_dim <= 64) return {128, plain ? 128 : 64, 4};
+  if (head_dim <= 128) return {128, plain ? 64 : 32, 4};
+  if (head_dim <= 256) return {64, 64, 4};
+  return plain ? FwdTile{64, 16, 8} : FwdTile{32, 32, 4};
+}
+
+// A tile of fwd_sm90.
+struct FwdSm90Tile {
+  int warpgroups;      // consumers, of 64 rows each
+  int keys;            // of a key block
+  int stages;          // blocks of K, and of V, in shared memory at a time
+  int query_stages;    // tiles of Q in shared memory at a time
+  bool staged_output;  // whether O has a tile of its own in shared memory, from which TMA stores it
+};
+
+// Whether there is a second, larger tile for long sequences: short ones would leave much of it empty. Tried and slower
+// on an H200: 192 rows x 112 keys of head dim 64; 128 x 160 and 192 x 96 of head dim 96; 80 or 96 keys of head dim 192;
+// 64 keys with a third stage of V of head dim 256. Key ranges may be those of short documents: there the wide tile of
+// head dim 128 gained 2 % where the ranges were causal and lost 22 % in documents of 1024 tokens, so it is not built;
+// that of head dim 64 gained 10 % and lost 10 %.
+constexpr bool has_wide_tile(int head_dim, Features features) {
+  if (features == Features::kRanged) return head_dim == 64;
+  return features == Features::kPlain && head_dim != 192 && head_dim <= 256;
+}
+
+// Bounded by the 227 KB of shared memory and the registers of a thread block. With kBiased, each block of K has a tile
+// of the bias beside it: 32 KB for 128 rows and 128 keys.
+constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, int head_dim_v) {
+  if (features == Features::kBiased) {
+    return {2, head_dim <= 128 ? 128 : 64, head_dim <= 64 ? 3 : 2, head_dim <= 96 ? 2 : 1, false};
+  }
+  const bool plain = has_plain_scores(features);
+  if (head_dim <= 64) return {wide ? 3 : 2, 128, 3, 2, true};
+  if (head_dim <= 96) return wide ? FwdSm90Tile{3, 112, 2, 2, true} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
+  if (head_dim <= 128) return wide ? FwdSm90Tile{2, 176, 2, 1, false} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
+  if (head_dim <= 192 && head_dim_v < head_dim) return {2, plain ? 128 : 96, 2, 1, !plain};  // 208 or 200 KB
+  if (head_dim <= 192) return {2, plain ? 112 : 96, 2, 1, false};
+  return {2, wide ? 80 : 64, 2, 1, false};  // also for 512 channels, of which a thread block has half
+}
+
+// decode_sm80: the rows that share a key head fit the 16 rows of an mma, and the warps of a thread block divide the
+// keys among themselves, in chunks.
+constexpr int kDecodeRows = 16;
+constexpr int kDecodeKeys = 16;  // of a chunk
+constexpr int kMaxDecodeWarps = 8;
+
+// How many chunks of K and V a warp has in flight: 24 KB, so that eight warps hide the latency of DRAM.
+constexpr int decode_stages(int head_dim) { return std::max(2, 384 / head_dim); }
+constexpr int decode_bytes_per_warp(int head_dim) {
+  const int parts = channel_parts(head_dim), stages = decode_stages(head_dim / parts);
+  const int stage_bytes = 2 * kDecodeKeys * head_dim / parts * 2;
+  const int exchanged_bytes = parts > 1 ? kDecodeRows * kDecodeKeys * 4 : 0;
+  return stages * (stage_bytes + exchanged_bytes);
+}
+
+// How many warps a thread block has room for in shared memory. 4096 bytes are left for what else it needs.
+constexpr int decode_warps(int head_dim, int shared_bytes) {
+  int warps = kMaxDecodeWarps;
+  while (warps > channel_parts(head_dim) && warps * decode_bytes_per_warp(head_dim) + 4096 > shared_bytes) warps /= 2;
+  return warps;
+}
+
+// Where the decode kernel also appends: the most new keys of an entry, and the shared memory for these and the queries.
+// Padding of 8 elements keeps rows from starting at the same bank.
+constexpr int kMostAppended = 8;
+constexpr int decode_fresh_stride(int head_dim) { return head_dim + 8; }  // of rows, in elements
+constexpr int decode_fresh_bytes(int head_dim) {
+  return (kDecodeRows + 2 * kMostAppended) * decode_fresh_stride(head_dim) * 2;
+}
+
+// dmask_sm80: the number of keys after which the running maximum of S_dmask is updated. Callers know it from
+// _get_block_size_n.
+constexpr int dmask_width(int head_dim) { return head_dim <= 32 ? 128 : head_dim > 96 && head_dim <= 128 ? 32 : 64; }
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,224 @@
+// Attention, forward, for every GPU from sm_80 on:
+//
+//   O = softmax(S) V,   S = scores of Q K^T (score.cuh) under the mask (mask.cuh),   lse = log sum exp S
+//
+// A thread block computes a tile of query rows, of one head or of the heads that share a key head. It walks over the
+// key blocks that these rows see, from the last to the first, with an online softmax (Dao, "FlashAttention-2", 2023).
+// If the keys are split among thread blocks, the last one to arrive merges (split.cuh).
+//
+// A warp has 16 or 32 rows and all keys of a key block, so that warps share nothing but the tiles of K and V. Q stays
+// in shared memory. S, P and O are in registers: the result S of one mma already has the layout of the operand P of the
+// next. There is one tile of K and one of V. V(n) is copied (cp.async) during Q K(n)^T and softmax, K(n - 1) during
+// P V(n), and a second thread block on the SM fills the gaps.
+//
+// Beyond 256 channels, two warps share 16 rows. Each has half of the channels, and half of O. They exchange their
+// partial sums of S in the memory of K, which takes two more barriers a step. Computing all of S in both warps instead
+// would take half as many products again, and read half as much shared memory again.
+#pragma once
+
+#include "common/launch.h"
+#include "flash_attn/fwd/plan.h"
+#include "flash_attn/fwd/schedule.cuh"
+#include "flash_attn/fwd/split.cuh"
+#include "flash_attn/fwd/steps.cuh"
+#include "flash_attn/fwd/tiles.h"
+#include "flash_attn/instances.h"
+#include "flash_attn/params.h"
+#include "flash_attn/rows.cuh"
+#include "flash_attn/scores/partial_scores.cuh"
+#include "flash_attn/scores/softmax.cuh"
+#include "ptx/barrier.cuh"
+#include "tile/gemm.cuh"
+#include "tile/load.cuh"
+#include "tile/shared.cuh"
+
+namespace flash::flash_attn {
+
+template <typename T_, int kHeadDim_, Features kFeatures_>
+struct FwdConfig {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
+  static constexpr bool kPaged = !kPlain;
+  static constexpr FwdTile kTile = fwd_tile(kHeadDim, kFeatures);
+  static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
+  static constexpr int kParts = channel_parts(kHeadDim), kChannels = kHeadDim / kParts, kChannelsV = kChannels;
+  static constexpr int kBlockThreads = 32 * kTile.warps;
+  static constexpr int kThreads = kBlockThreads / kParts;  // that load a part's channels of a tile together
+  static constexpr int kPartWarps = kTile.warps / kParts, kWarpRows = kRows / kPartWarps;
+};
+
+// A warp's part of the thread block's tile.
+template <typename Config>
+struct WarpShare {
+  int part = Config::kParts == 1 ? 0 : warp_id() / Config::kPartWarps;
+  int row = (warp_id() - part * Config::kPartWarps) * Config::kWarpRows;  // the warp's first
+  int channel = part * Config::kChannels;                                 // the warp's first
+};
+
+template <typename Config>
+struct FwdShared {
+  SharedTile<typename Config::T, Config::kRows, Config::kHeadDim> q;  // in the end, O on its way out
+  SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
+  SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> v;
+  FwdWork<Config> work;  // in shared memory to save registers for the loop
+};
+
+// A warp's loop over the key blocks, and the state that it carries.
+template <typename Config>
+struct FwdWalk {
+  using T = typename Config::T;
+  const FwdSm80Params& p;
+  FwdShared<Config>& shared;
+  const WarpShare<Config> share;
+  Output<Config>& o;
+  Softmax<Config>& softmax;
+  KeyRows<Config> keys, values;  // of the key blocks to load next
+
+  __device__ FwdWalk(const FwdSm80Params& p, FwdShared<Config>& shared, const WarpShare<Config>& share,
+                     Output<Config>& o, Softmax<Config>& softmax)
+      : p(p),
+        shared(shared),
+        share(share),
+        o(o),
+        softmax(softmax),
+        keys(key_rows<Config, decltype(shared.k)>(p, p.k, shared.work, shared.work.blocks.last)),
+        values(key_rows<Config, decltype(shared.v)>(p, p.v, shared.work, shared.work.blocks.last)) {}
+
+  // The channels of the warp's part.
+  template <typename Tile>
+  __device__ auto& own(Tile& tile) const {
+    return columns_of<Config::kChannels>(tile, share.part);
+  }
+
+  template <bool kAllExist>
+  __device__ void load_k() {
+    load_own_rows<Config, kAllExist>(own(shared.k), keys, p, p.problem.head_dim, p.k.head_dim, share.channel);
+    ptx::commit_copies();
+    keys.move(-Config::kKeys);
+  }
+  template <bool kAllExist>
+  __device__ void load_v() {
+    load_own_rows<Config, kAllExist>(own(shared.v), values, p, head_dim_v<Config::kPlain>(p.problem), p.v.head_dim,
+                                     share.channel);
+    ptx::commit_copies();
+    values.move(-Config::kKeys);
+  }
+
+  // Beyond 256 channels: adds the partial scores of the other part.
+  __device__ void add_other_part(Scores<Config>& s) {
+    if constexpr (Config::kParts == 2) {
+      using Partial = PartialScores<s.kRows, s.kCols>;
+      static_assert(Config::kTile.warps * sizeof(Partial) <= sizeof(shared.k));
+      auto* partials = reinterpret_cast<Partial*>(shared.k.data);
+      __syncthreads();  // all warps have read K, whose memory the partial scores take
+      partials[warp_id()].store(s, lane_id());
+      ptx::sync_barrier<64>(1 + warp_id() % Config::kPartWarps);
+      partials[(warp_id() + Config::kPartWarps) % Config::kTile.warps].add_to(s, lane_id());
+    }
+  }
+
+  // kCut: whether the mask hides some of the block's keys from some row. Two loop bodies are faster than one with a
+  // branch. Values that no row sees are loaded as zeros: P is 0 there, but 0 * NaN is NaN. Keys need no zeros, since
+  // their scores are overwritten; and only the last block, which run() loads, may have keys that do not exist.
+  template <bool kCut>
+  __device__ void step(int n) {
+    ptx::wait_copies<0>();
+    __syncthreads();  // K(n) has arrived, and no warp reads V(n + 1) any more
+    load_v<!kCut>();
+    Scores<Config> s;
+    s.fill(0);
+    gemm<Config::kChannels>(s, along_cols(own(shared.q), share.row), along_cols(own(shared.k)));
+    add_other_part(s);
+    make_scores<Config>(s, p, shared.work, share.row, n, kCut);
+    float shrink[s.kLaneRows];
+    softmax.update(s, shrink);
+    o.scale_rows(shrink);
+    drop<Config>(s, p, shared.work.tile, share.row, n);
+    const auto probabilities = pack<T>(s);
+
+    ptx::wait_copies<0>();
+    __syncthreads();  // V(n) has arrived, and no warp reads K(n), or the partial scores in its place, any more
+    if (n > shared.work.blocks.first) load_k<true>();
+    gemm<Config::kKeys>(o, probabilities, along_rows(own(shared.v)));
+  }
+
+  __device__ void run() {
+    const auto [first, last] = shared.work.blocks;
+    if (last < first) return;
+    load_queries<Config>(own(shared.q), p, p.plan.tiling, shared.work, share.channel);
+    load_k<false>();
+    const Interval whole = shared.work.whole_blocks();
+    for (int n = last; n >= first;) {
+      for (; n >= first && !whole.covers(n); --n) step<true>(n);
+      for (; n >= first && whole.covers(n); --n) step<false>(n);
+    }
+    softmax.finish();
+  }
+};
+
+// Stores O, by way of the memory of Q, to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
+template <typename Config, typename Pack>
+__device__ void store_to(const TensorRef<>& x, FwdShared<Config>& shared, const FwdSm80Params& p,
+                         const FwdWork<Config>& work, const WarpShare<Config>& share, const Output<Config>& o) {
+  auto& tile = columns_of<Config::kChannels>(shared.q, share.part);
+  const int cols = head_dim_v<Config::kPlain>(p.problem) - share.channel;
+  store_fragment(tile, o, share.row, 0, Pack());
+  __syncwarp();
+  if (Config::kPlain || p.aligned) {
+    with_query_rows<typename Config::T>(p.plan.tiling, x, work, [&](auto rows) {
+      rows.data += share.channel;
+      store_rows<Config::kWarpRows>(tile, rows, share.row, cols);
+    });
+  } else {
+    auto rows = packed_rows<typename Config::T>(x, work);
+    rows.data += share.channel * x.head_dim;
+    store_scattered<Config::kWarpRows>(tile, rows, share.row, cols, x.head_dim);
+  }
+}
+
+template <typename Config>
+__device__ void store_out(FwdShared<Config>& shared, const FwdSm80Params& p, const FwdWork<Config>& work,
+                          const WarpShare<Config>& share, Output<Config>& o, const Softmax<Config>& softmax) {
+  using T = typename Config::T;
+  normalize<Config>(o, p, softmax);
+  if (p.out_lo.data != nullptr) {
+    store_to<Config, Residue<T>>(p.out_lo, shared, p, work, share, o);
+    __syncwarp();  // all lanes have read the rows that store_to overwrites next
+  }
+  store_to<Config, Rounded<T>>(p.out, shared, p, work, share, o);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kBlockThreads) void fwd_kernel(const __grid_constant__ FwdSm80Params p) {
+  auto& shared = shared_memory<FwdShared<Config>>();
+  if (warp_id() == 0) {
+    const FwdWork<Config> work(p, p.plan.tiling, p.plan.splits);
+    if (lane_id() == 0) shared.work = work;
+  }
+  __syncthreads();
+  const FwdWork<Config>& work = shared.work;
+  if (!work.exists()) return;
+
+  const WarpShare<Config> share;
+  Output<Config> o;
+  o.fill(0);
+  Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
+  FwdWalk<Config>(p, shared, share, o, softmax).run();
+  if (work.num_splits() > 1 && !merge_splits<Config::kBlockThreads>(p.plan.splits, work, share.row, o, softmax)) return;
+  add_sinks<Config>(softmax, p, work, share.row);
+  if (share.part == 0) store_lse<Config>(p, work, share.row, softmax);
+  store_out<Config>(shared, p, work, share, o, softmax);
+}
+
+template <typename T, int kHeadDim, Features kFeatures>
+void run_fwd(const FwdSm80Params& p, cudaStream_t stream) {
+  using Config = FwdConfig<T, kHeadDim, kFeatures>;
+  const LaunchShape shape{.grid = dim3(p.plan.tiling.tiles.value * p.plan.splits.count),
+                          .block = dim3(Config::kBlockThreads),
+                          .shared_bytes = sizeof(FwdShared<Config>)};
+  launch<fwd_kernel<Config>>(shape, p, stream);
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,324 @@
+// The consumer warpgroups of fwd_sm90: they compute a tile from what the producer has copied, and store the
+// results.
+#pragma once
+
+#include <type_traits>
+
+#include "flash_attn/fwd/schedule.cuh"
+#include "flash_attn/fwd/steps.cuh"
+#include "flash_attn/fwd_sm90/shared.cuh"
+#include "flash_attn/rows.cuh"
+#include "flash_attn/scores/bias_tile.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/tma.cuh"
+#include "tile/load.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/warpgroup.cuh"
+
+namespace flash::flash_attn {
+
+using flash::warp_uniform;
+__device__ inline Interval warp_uniform(const Interval& x) { return {warp_uniform(x.first), warp_uniform(x.last)}; }
+
+// A warpgroup zeroes rows first .. end - 1 of V: P is 0 there, but V may hold NaN, and 0 * NaN is NaN. The other
+// consumers may do so at the same time, which is harmless. The fence makes the zeros visible to wgmma.
+template <typename Tile>
+__device__ void clear_rows(Tile& tile, int first, int end, int barrier) {
+  constexpr int kChunks = Tile::kCols / Tile::kChunk;
+  for (int i = threadIdx.x % kWarpgroup; i < (end - first) * kChunks; i += kWarpgroup) {
+    store(tile.chunk(first + i / kChunks, i % kChunks), Vec<typename Tile::T, Tile::kChunk>{});
+  }
+  ptx::fence_async_shared();
+  ptx::sync_barrier<kWarpgroup>(barrier);
+}
+
+// The key blocks that a tile sees, if there is a tile, and those among them that need no mask.
+struct Walk {
+  bool exists;
+  Interval blocks, whole;
+};
+
+// A consumer warpgroup, from the view of one of its warps.
+template <typename Config>
+struct Consumer {
+  using T = typename Config::T;
+  using Work = FwdWork<Config>;
+  struct None {};
+  using TiledBias = std::conditional_t<Config::kBiased, PackedFragment<T, Config::kWarpRows, Config::kKeys>, None>;
+  const FwdSm90Launch& maps;
+  const FwdSm90Params& p;
+  FwdSm90Shared<Config>& shared;
+  const int rank;      // of the warpgroup
+  const int warp_row;  // the warp's first row in the tile
+  RingCursor<Config::kQueryStages> q_at;
+  RingCursor<Config::kStages> k_at, v_at;
+  RingCursor<2> work_at;
+  RingCursor<1> box_at;
+
+  Output<Config> o;
+  Softmax<Config> softmax;
+  PackedFragment<T, Config::kWarpRows, Config::kKeys> probabilities;
+  bool has_output;  // whether o has been written; if not, the next product overwrites it instead of adding
+
+  __device__ Consumer(const FwdSm90Launch& maps, FwdSm90Shared<Config>& shared, int rank)
+      : maps(maps),
+        p(maps.params),
+        shared(shared),
+        rank(rank),
+        warp_row(warp_id() * Config::kWarpRows),
+        softmax(score_scale_log2<Config::kFeatures>(maps.params.problem)) {}
+
+  __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
+  template <int kStages>
+  __device__ void release(Ring<kStages>& ring, RingCursor<kStages>& at) {
+    if (leads()) ring.release(at);
+    at.advance();
+  }
+
+  // Called when Q K^T has ended and, in instances of kBiased, each warp has read its rows of the bias. These ordinary
+  // loads are why every warp then releases for itself.
+  __device__ void release_keys() {
+    if constexpr (!Config::kBiased) return release(shared.k_ring, k_at);
+    __syncwarp();
+    if (lane_id() == 0) shared.k_ring.release(k_at);
+    k_at.advance();
+  }
+
+  // Called after a tile's last Q K^T. With a single stage of Q that is done as early as possible, so that the next
+  // tile's Q arrives before this tile ends.
+  __device__ void release_queries() {
+    if (leads()) shared.q_rings[rank].release(q_at);
+  }
+
+  // Named barriers: 1 + rank is that warpgroup's turn to start products, at which it waits and its predecessor arrives;
+  // 1 + kConsumers + rank synchronizes a warpgroup with itself. (0 is that of __syncthreads.) Without turns, short
+  // sequences are slower; passing the turn when only half of the second product is queued changes nothing.
+  __device__ int own_barrier() const { return 1 + Config::kConsumers + rank; }
+  __device__ void await_turn() const { ptx::sync_barrier<2 * kWarpgroup>(1 + rank); }
+  __device__ void pass_turn() const {
+    ptx::arrive_at_barrier<2 * kWarpgroup>(1 + (rank + 1 == Config::kConsumers ? 0 : rank + 1));
+  }
+
+  // Waits for the next work. If there is no more, its tile.entry is -1.
+  __device__ const Work& next_work() {
+    shared.work_ring.wait_full(work_at);
+    return shared.work[work_at.stage];
+  }
+  // The walk of a work, as warp-uniform registers.
+  __device__ static Walk walk_of(const Work& work) {
+    return {warp_uniform(work.tile.entry) >= 0, warp_uniform(work.blocks), warp_uniform(work.whole_blocks())};
+  }
+
+  __device__ void start_scores(Scores<Config>& s) {
+    start_gemm<Config::kChannels>(s, along_cols(shared.q[q_at.stage][rank]), along_cols(shared.k[k_at.stage]),
+                                  /*accumulate=*/false);
+  }
+  __device__ void start_output() {
+    start_gemm<Config::kKeys>(o, probabilities, along_rows(shared.v[v_at.stage]), /*accumulate=*/has_output);
+    has_output = true;
+  }
+
+  // Starts the first scores of a tile. If there is no tile, they are computed all the same from whatever the stage
+  // holds, so that no branch surrounds the asynchronous product.
+  __device__ void start_first_scores(Scores<Config>& s, const Work& work) {
+    if (warp_uniform(work.tile.entry) >= 0) {
+      shared.q_rings[rank].wait_full(q_at);
+      shared.k_ring.wait_full(k_at);
+    }
+    ptx::wgmma_fence();
+    start_scores(s);
+  }
+
+  // Adds the partial scores of the other block's channels, and sends it those of this block's. unkept: addresses are
+  // computed anew each time, since there are no registers to keep them.
+  __device__ void add_other_part(Scores<Config>& s) {
+    if constexpr (Config::kParts == 2) {
+      const int thread = unkept(threadIdx.x);
+      shared.boxes[thread / kWarpgroup].add_other_part(s, 1 - Config::part(), thread, box_at);
+    }
+  }
+
+  // In instances of kBiased: the warp's rows of the bias of the current key block.
+  __device__ TiledBias load_bias() const {
+    if constexpr (Config::kBiased) {
+      return load_rows<T, Config::kKeys>(shared.k[k_at.stage].bias, warp_row, has_one_row(p.problem.bias.rows));
+    } else {
+      return {};
+    }
+  }
+  __device__ void add_bias(Scores<Config>& s, const TiledBias& bias) const {
+    if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
+  }
+
+  // Turns the scores of the first key block that a tile visits, its last keys, into P.
+  __device__ void begin(Scores<Config>& s, const TiledBias& bias, const Work& work, bool cut) {
+    // V from row `end` of the block on is zeroed: keys that do not exist or, with ranges, that no row sees.
+    const int n = work.blocks.last;
+    const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n * Config::kKeys;
+    float shrink[s.kLaneRows];
+    softmax = Softmax<Config>(softmax.scale_log2);
+    has_output = false;
+    add_other_part(s);
+    add_bias(s, bias);
+    make_scores<Config>(s, p, work, warp_row, n, cut);
+    softmax.update(s, shrink);
+    drop<Config>(s, p, work.tile, warp_row, n);
+    probabilities = pack<T>(s);
+    if (end < Config::kKeys) {
+      shared.v_ring.wait_full(v_at);
+      clear_rows(shared.v[v_at.stage], end, Config::kKeys, own_barrier());
+    }
+  }
+
+  // Adds P(n + 1) V(n + 1) to O and computes P(n). kCut: whether the mask hides something in block n.
+  //
+  // The wait for K(n - 1) is a branch, and the compiler hoists the wait for a product up to the branch before it. So
+  // this one stands between the exponentials, of which the first part then overlaps with P V. O is rescaled at the end:
+  // between the two products, that would delay the second. Keeping Q in registers gains hardly anything.
+  template <bool kCut>
+  __device__ void step(const Work& work, int n, bool is_last) {
+    Scores<Config> s;
+    float shrink[s.kLaneRows];
+    await_turn();
+    fence(o, probabilities);
+    start_scores(s);
+    shared.v_ring.wait_full(v_at);
+    fence(o, probabilities);
+    start_output();
+    pass_turn();
+    BlockBias<Config> bias(p.problem, work, warp_row, n);  // loaded from global memory while the products run
+    const TiledBias tiled_bias = load_bias();
+    wait_gemms<1>(s);
+    release_keys();
+    if (Config::kQueryStages == 1 && is_last) release_queries();
+    add_other_part(s);
+    add_bias(s, tiled_bias);
+    make_scores<Config>(s, bias, p, work, warp_row, n, kCut);
+    bool grown = true;
+    if constexpr (Config::kRarelyRescales) {
+      // Probabilities may then reach 2^8, which is far from overflow, even in fp16. Where row_max is an output, the
+      // maximum must be exact.
+      grown = softmax.update_max_if_grown(s, shrink, Config::kPlain || p.row_max == nullptr ? 8 : 0);
+    } else {
+#pragma unroll
+      for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
+    }
+#pragma unroll
+    for (int r = 0; r < Config::kRowsUnderProduct; ++r) softmax.exponentiate(s, r);
+    pin(s);
+    if (!is_last) shared.k_ring.wait_full(k_at);
+    wait_gemms<0>(o);
+    release(shared.v_ring, v_at);
+#pragma unroll
+    for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) softmax.exponentiate(s, r);
+    drop<Config>(s, p, work.tile, warp_row, n);
+    probabilities = pack<T>(s);
+    if (grown) o.scale_rows(shrink);
+  }
+
+  // Stores O row by row to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
+  template <typename Pack>
+  __device__ void store_rows_to(const TensorRef<>& x, const Work& work) {
+    auto rows = strided_rows<T>(x, work);
+    rows.data += Config::channel();
+    store_rows<T>(o, rows, warp_row, p.problem.head_dim_v - Config::channel(), Pack());
+  }
+
+  // Stores O: by one TMA copy from shared memory or, if the tile ends within packed sequences, row by row, since a copy
+  // of the whole tile would overwrite rows of the next entry.
+  __device__ void store_out(const Work& work) {
+    if constexpr (!Config::kTile.staged_output) {
+      store_rows_to<Rounded<T>>(p.out, work);
+    } else {
+      const int row0 = kWarpgroupRows * rank;
+      if (leads()) ptx::wait_stores_read();
+      ptx::sync_barrier<kWarpgroup>(own_barrier());
+      store_matrices(shared.out, pack<T>(o), warp_row);
+      if (p.problem.cu_seqlens_q != nullptr && work.rows.count < row0 + kWarpgroupRows) {
+        __syncwarp();
+        const auto rows = strided_rows<T>(p.out, work);
+        return store_rows<Config::kWarpRows>(shared.out, rows, warp_row, p.problem.head_dim_v);
+      }
+      ptx::fence_async_shared();
+      ptx::sync_barrier<kWarpgroup>(own_barrier());
+      if (!leads()) return;
+      store_async<kWarpgroupRows>(shared.out, row0, maps.out, work.seq.q.first + work.tile.row0 + row0, work.tile.head,
+                                  work.seq.q.batch);
+    }
+  }
+
+  // Computes a tile from its first scores to the probabilities of the last key block; the product of these with V is
+  // left to run().
+  __device__ void walk_blocks(Scores<Config>& s, const Work& work, const Walk& walk) {
+    const auto [_, blocks, whole] = walk;
+    int n = blocks.last;
+    const TiledBias bias = load_bias();
+    release_keys();
+    if (Config::kQueryStages == 1 && n == blocks.first) release_queries();
+    begin(s, bias, work, !whole.covers(n));
+    if (n > blocks.first) shared.k_ring.wait_full(k_at);
+    for (--n; n >= blocks.first;) {
+#pragma unroll 1
+      for (; n >= blocks.first && !whole.covers(n); --n) step<true>(work, n, n == blocks.first);
+#pragma unroll 1
+      for (; n >= blocks.first && whole.covers(n); --n) step<false>(work, n, n == blocks.first);
+    }
+    if (Config::kQueryStages > 1) release_queries();
+    q_at.advance();
+  }
+
+  // Waits for the last block of V that the tile visits, and zeroes its values before the first key that some row sees.
+  __device__ void await_last_values(const Work& work, const Walk& walk) {
+    shared.v_ring.wait_full(v_at);
+    const int unseen = work.seen.first - walk.blocks.first * Config::kKeys;
+    if (unseen > 0) clear_rows(shared.v[v_at.stage], 0, unseen, own_barrier());
+  }
+
+  __device__ void run() {
+    Scores<Config> s;
+    if (rank == Config::kConsumers - 1) pass_turn();
+    await_turn();
+    const Work* work = &next_work();
+    start_first_scores(s, *work);
+    pass_turn();
+    Walk walk = walk_of(*work);
+    wait_gemms<0>(s);
+
+    while (walk.exists) {
+      walk_blocks(s, *work, walk);
+      await_last_values(*work, walk);
+      await_turn();
+      fence(o, probabilities);
+      start_output();
+      const Work& done = *work;
+      const auto done_at = work_at;
+      if constexpr (Config::kManyTiles) {
+        work_at.advance();
+        work = &next_work();
+        start_first_scores(s, *work);
+      }
+      pass_turn();
+      if constexpr (Config::kManyTiles) walk = walk_of(*work);
+      softmax.finish();
+      add_sinks<Config>(softmax, p, done, warp_row);
+      wait_gemms<Config::kManyTiles ? 1 : 0>(o);
+      release(shared.v_ring, v_at);
+      normalize<Config>(o, p, softmax);
+      // Before store_out: while that rounds O, its registers become free.
+      if (p.out_lo.data != nullptr) store_rows_to<Residue<T>>(p.out_lo, done);
+      store_out(done);
+      // After store_out, or else the fence there would wait for these stores.
+      if (Config::part() == 0) store_lse<Config>(p, done, warp_row, softmax);
+      __syncwarp();
+      if (lane_id() == 0) shared.work_ring.release(done_at);
+      if constexpr (!Config::kManyTiles) break;
+      wait_gemms<0>(s);
+    }
+    if (leads()) ptx::wait_stores_read();  // shared memory must outlive the copies that read it
+    // Waits for the other block's last arrival here: it must not reach a block that has exited.
+    if constexpr (Config::kParts == 2) shared.boxes[rank].other_empty.wait(box_at.round ^ 1);
+  }
+};
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,83 @@
+// Attention, forward, for sm_90: the computation of fwd_sm80, with TMA copies and wgmma products.
+//
+// Warp-specialized and persistent: a thread block stays on its SM and processes one tile of query rows after another.
+// Its first two or three warpgroups are consumers with 64 rows of the tile each; in the last warpgroup only warp 0, the
+// producer, works. It starts all TMA copies: Q of a tile, then K and V of the key blocks that its rows see, the
+// last block first. A consumer keeps S, P and O in registers. Its wgmma products run asynchronously; for key block n it
+//
+//   starts S(n) = Q K(n)^T, then O += P(n + 1) V(n + 1), and turns S(n) into P(n) while the second product still runs.
+//
+// The first S of a tile is started together with the last P V of the tile before it.
+//
+// Hand-overs (fwd_sm90/shared.cuh), each through a ring of full and empty mbarriers: work_ring, which tile comes next;
+// q_rings, one for each consumer; k_ring; v_ring. Named barriers make the consumers take turns in starting products:
+// then one consumer computes its exponentials while the tensor cores run the products of another.
+//
+// The producer takes the next tile from a counter in global memory only when the last K of the current tile is about to
+// be copied. Taking tiles as late as possible balances long tiles against short ones.
+//
+// In instances of kBiased, K(n) comes with a tile of the bias. A warp reads its rows of it while S is computed.
+//
+// Beyond 256 channels a cluster of two thread blocks shares a tile: each has half of the channels of Q, K, V and O.
+// They work as above, but S needs all channels: their consumers exchange partial sums of S (partial_box.cuh). For 128
+// rows and 64 keys, writing and reading these 32 KB takes 512 cycles of shared-memory bandwidth, 1/4 of the tensor-core
+// time of both products, and P V runs meanwhile. A single block has registers for O of 64 rows x 512 channels only: it
+// would read K and V twice as often from the L2 cache and exchange as much.
+#pragma once
+
+#include "common/launch.h"
+#include "common/tensor_map.h"
+#include "flash_attn/fwd_sm90/consumer.cuh"
+#include "flash_attn/fwd_sm90/producer.cuh"
+#include "flash_attn/fwd_sm90/shared.cuh"
+#include "flash_attn/instances.h"
+#include "flash_attn/scores/bias_tile.cuh"
+#include "tile/shared.cuh"
+#include "tile/warpgroup.cuh"
+
+namespace flash::flash_attn {
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __grid_constant__ FwdSm90Launch args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  auto& shared = shared_memory<FwdSm90Shared<Config>>();
+  if (threadIdx.x == 0) shared.init();
+  Config::kParts == 1 ? __syncthreads() : ptx::sync_cluster();
+  const int rank = warpgroup_id();
+  if (rank < Config::kConsumers) {
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    Consumer<Config>(args, shared, rank).run();
+  } else {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    if (warp_id() == Config::kConsumerWarps) Producer<Config>{args, args.params, shared}.run();
+  }
+#endif
+}
+
+template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV>
+void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
+  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide, kHeadDimV>;
+  using Shared = FwdSm90Shared<Config>;
+  const Problem& problem = p.problem;
+  const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
+  const int64_t entries_q = problem.cu_seqlens_q ? 1 : problem.batch;
+  const int64_t keys = problem.cu_seqlens_k ? problem.seqlen_k : problem.capacity_k;
+  // batch_index may name any entry of k and v, and how many they have is not known here.
+  const int64_t entries_k = problem.cu_seqlens_k ? 1 : problem.batch_index ? kMaxSeqlen : problem.batch;
+  FwdSm90Launch args{.q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
+                     .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),
+                     .v = map_of<typename Shared::Values>(p.v, head_dim_v, problem.heads_k, keys, entries_k),
+                     .out = map_of<typename Shared::Rows>(p.out, head_dim_v, problem.heads, problem.seqlen_q, entries_q,
+                                                          kWarpgroupRows),
+                     .params = p};
+  if constexpr (Config::kBiased) {
+    args.bias = map_of_bias<typename Shared::Bias>(problem);
+  }
+  const LaunchShape shape{.grid = dim3(p.plan.blocks),
+                          .block = dim3(Config::kThreads),
+                          .shared_bytes = sizeof(Shared),
+                          .cluster = Config::kParts};
+  launch<fwd_sm90_kernel<Config>>(shape, args, stream);
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,97 @@
+// The compile-time configuration of fwd_sm90, its kernel parameters, and its shared memory.
+#pragma once
+
+#include <type_traits>
+
+#include "common/tensor_map.h"
+#include "flash_attn/fwd/plan.h"
+#include "flash_attn/fwd/schedule.cuh"
+#include "flash_attn/fwd/tiles.h"
+#include "flash_attn/scores/partial_box.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/shared.cuh"
+#include "tile/warpgroup.cuh"
+
+namespace flash::flash_attn {
+
+constexpr int kWarpgroupRows = 64;
+
+// The kernel's parameters: TMA descriptors of the tensors, and the problem with its plan.
+struct FwdSm90Launch {
+  CUtensorMap q, k, v, out;
+  CUtensorMap bias;  // only in instances of kBiased
+  FwdSm90Params params;
+};
+
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_, int kHeadDimV_ = kHeadDim_>
+struct FwdSm90Config {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kBiased = kFeatures == Features::kBiased, kRanged = takes_ranges(kFeatures);
+  static constexpr bool kPlain = kFeatures != Features::kAll;  // no features but key ranges or a tiled bias
+  static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_, kHeadDimV);
+  static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
+  static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
+  static constexpr int kParts = channel_parts(kHeadDim);                                // thread blocks of a cluster
+  static constexpr int kChannels = kHeadDim / kParts, kChannelsV = kHeadDimV / kParts;  // that one thread block has
+  static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
+  // Whether a thread block is persistent. The blocks of a cluster would have to agree on the next tile.
+  static constexpr bool kManyTiles = kParts == 1;
+  // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
+  // producer does not need to the consumers: 2 * 232 + 40 = 3 * 168, 3 * 160 + 32 = 4 * 128.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  // How many of a lane's two rows are exponentiated before the wait for P V. The other row then overlaps with rescaling
+  // O and packing P, which is faster where that product is short.
+  static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
+  // Whether O is rescaled only when a row maximum has grown much. That pays where O has many columns. With fewer,
+  // rescaling is hidden by the exponentials, and a branch around it makes the compiler schedule these worse.
+  static constexpr bool kRarelyRescales = kChannelsV > 192;
+  static_assert(kParts == 1 || kChannelsV == kChannels);
+
+  __device__ static int part() { return kParts == 1 ? 0 : ptx::cluster_rank(); }
+  __device__ static int channel() { return part() * kChannels; }  // the thread block's first
+};
+
+template <typename Config>
+struct FwdSm90Shared {
+  using T = typename Config::T;
+  using Rows = SharedTile<T, Config::kRows, Config::kChannelsV>;     // of O
+  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kChannels>;  // of Q, of a warpgroup
+  using Keys = SharedTile<T, Config::kKeys, Config::kChannels>;
+  using Values = SharedTile<T, Config::kKeys, Config::kChannelsV>;
+  using Bias = SharedTile<T, Config::kRows, Config::kKeys>;
+  using Boxes = PartialBox<Config::kWarpRows, Config::kKeys>[Config::kConsumers];
+  struct BiasedKeys : Keys {
+    Bias bias;
+  };
+  struct None {};
+
+  OwnRows q[Config::kQueryStages][Config::kConsumers];
+  std::conditional_t<Config::kBiased, BiasedKeys, Keys> k[Config::kStages];
+  Values v[Config::kStages];
+  std::conditional_t<Config::kTile.staged_output, Rows, None> out;
+  FwdWork<Config> work[2];  // of the tile in progress and of the next
+  Ring<Config::kQueryStages> q_rings[Config::kConsumers];
+  Ring<Config::kStages> k_ring, v_ring;
+  Ring<2> work_ring;
+  std::conditional_t<(Config::kParts > 1), Boxes, None> boxes;
+
+  // Each consumer releases a stage once, by its first thread. The bias beside K and the work are read with ordinary
+  // loads, which the end of a product does not cover: there every consumer warp releases for itself.
+  __device__ void init() {
+    for (auto& ring : q_rings) ring.init(1);
+    k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers);
+    v_ring.init(Config::kConsumers);
+    work_ring.init(Config::kConsumerWarps);
+    if constexpr (Config::kParts > 1) {
+      for (auto& box : boxes) box.init();
+    }
+    ptx::fence_barrier_init();
+  }
+};
+
+}  // namespace flash::flash_attn
