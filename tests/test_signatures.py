@@ -65,7 +65,7 @@ def test_every_public_function_and_layer_is_in_the_table(module):
     functions = [name for name, value in found.items() if inspect.isfunction(value)]
     layers = [name for name, value in found.items() if inspect.isclass(value) and issubclass(value, torch.nn.Module)]
     missing = [name for name in functions + layers if not any(found[name] is each for each in known)]
-    assert not missing, f"add them to tests/signatures.py: {missing}"
+    assert not missing, f"add them to tests/support/signatures.py: {missing}"
 
 
 def of_parameters(a, /, b=1.0, *, c=torch.float16, d=max, e: int = 2) -> None: ...

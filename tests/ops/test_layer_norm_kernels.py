@@ -1,7 +1,6 @@
 """Norms: what only a kernel can trip over."""
 
 import itertools
-import pathlib
 
 import native
 import pytest
@@ -158,7 +157,7 @@ def test_kernel_refuses_what_does_not_fit(device):
 @pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
 @pytest.mark.parametrize("vec, vecs, splits_warps", list(itertools.product((4, 8), (1, 2, 4, 8), (False, True))))
 def test_shapes_of_blocks(vec, vecs, splits_warps):
-    host = native.library(pathlib.Path(__file__).parents[1] / "host_probe.cpp", native.HOST)
+    host = native.library(native.HERE / "host_probe.cpp", native.HOST)
     found = torch.zeros(3, dtype=torch.int64)
     for cols in [*range(1, 70), *range(100, 2**17, 509)]:
         for threads in (128, 256, 512):

@@ -3,13 +3,13 @@
 #include <cstdint>
 #include <string>
 
-#include "../probe.h"
 #include "common/check.h"
 #include "common/device.h"
 #include "common/dispatch.h"
 #include "common/divmod.h"
 #include "common/dtype.h"
 #include "common/launch.h"
+#include "probe.h"
 #include "tile/row.cuh"
 #include "tile/shared.cuh"
 

@@ -3,13 +3,13 @@
 #include <cstdint>
 #include <string>
 
-#include "../probe.h"
 #include "common/dispatch.h"
 #include "common/divmod.h"
 #include "common/dtype.h"
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "flash_attn/scores/dropout.cuh"
+#include "probe.h"
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"

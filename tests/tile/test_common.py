@@ -77,7 +77,7 @@ POWERS = [2**i + j for i in range(3, 31) for j in (-1, 0, 1)]
 
 def test_constants_of_divisors():
     """The quotient n (2^32 + m) >> (32 + s) is right for n < 2^31 if 0 <= (2^32 + m) d - 2^(32 + s) <= 2^(s + 1)."""
-    host = native.library(HERE.parent / "host_probe.cpp", native.HOST)
+    host = native.library(native.HERE / "host_probe.cpp", native.HOST)
     constants = torch.empty(2, dtype=torch.int64)
     for divisor in [*range(1, 1000), *POWERS, LARGEST]:
         host.run("find_divisor", divisor, constants)

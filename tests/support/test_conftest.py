@@ -9,7 +9,7 @@ import torch
 @pytest.fixture
 def conftest(request):
     """The conftest.py of all tests: there may be others, and only one can be imported by that name."""
-    return request.config.pluginmanager.get_plugin(str(pathlib.Path(__file__).parents[1] / "conftest.py"))
+    return request.config.pluginmanager.get_plugin(str(pathlib.Path(__file__).parents[2] / "conftest.py"))
 
 
 @pytest.mark.parametrize(

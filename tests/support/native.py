@@ -16,7 +16,8 @@ import subprocess
 import pytest
 import torch
 
-ROOT = pathlib.Path(__file__).parents[1]
+HERE = pathlib.Path(__file__).parent  # of probe.h
+ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 FOLDER = ROOT / "build" / "tests"
 
@@ -78,7 +79,7 @@ def library(source, compiler):
 
 def _digest(source, compiler):
     """The hash of everything that a library is made of, except for system headers."""
-    folders = (CSRC, pathlib.Path(__file__).parent)
+    folders = (CSRC, HERE)
     headers = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in (".h", ".cuh", ".cu")]
     parts = [repr(compiler).encode(), *(path.read_bytes() for path in [source, *headers])]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -88,7 +89,7 @@ def _compile(path, source, compiler):
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"{compiler[0]} is not installed, which {source.name} is compiled with")
     made = path.with_suffix(".tmp")
-    command = [*compiler, "-std=c++20", "-shared", f"-I{CSRC}", "-o", str(made), str(source)]
+    command = [*compiler, "-std=c++20", "-shared", f"-I{CSRC}", f"-I{HERE}", "-o", str(made), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     for older in FOLDER.glob(f"{source.stem}-*.so"):

@@ -1,4 +1,4 @@
-// What test_config.py, ops/test_layer_norm.py and tile/test_common.py call of csrc's host code; needs neither CUDA nor
+// What attention/test_config.py, ops/test_layer_norm_kernels.py and tile/test_common.py call of csrc's host code; needs neither CUDA nor
 // a GPU.
 #include <algorithm>
 #include <cstdint>

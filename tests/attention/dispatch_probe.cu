@@ -1,6 +1,6 @@
 // The choice of instance without any instance, as in a narrowed build. It needs nvcc, but no GPU.
 #pragma GCC visibility push(hidden)  // as setup.py builds it
-#include "../csrc/flash_attn/flash_attn.cu"
+#include "flash_attn/flash_attn.cu"
 #pragma GCC visibility pop
 #include "probe.h"
 

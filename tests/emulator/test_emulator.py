@@ -3,9 +3,9 @@
 import functools
 import zlib
 
+import build_kernels
 import pytest
 import torch
-from emulator import build_kernels
 from native import Library
 
 

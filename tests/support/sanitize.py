@@ -1,6 +1,6 @@
 """Run compute-sanitizer over a few calls of each attention kernel.
 
-    python tests/sanitize.py [--csv FILE] [--tools memcheck racecheck initcheck]
+    python tests/support/sanitize.py [--csv FILE] [--tools memcheck racecheck initcheck]
 
 needs a GPU, the compiled kernels and compute-sanitizer (of the CUDA toolkit) on the PATH. It prints what each tool
 reports, appends a row for each run to the CSV file, by default benchmarks/results/sanitizer.csv, and fails if any tool
@@ -25,7 +25,7 @@ import time
 
 import torch
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck")
 RUNS = (("memcheck", "native"), ("memcheck", "portable"), ("racecheck", "portable"), ("initcheck", "portable"))
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (\d+)")

@@ -29,7 +29,7 @@ STATIC_SHARED_BYTES = 4096  # that decoding leaves for what it declares in the k
 
 @pytest.fixture(scope="module")
 def host():
-    return native.library(HERE / "host_probe.cpp", native.HOST)
+    return native.library(native.HERE / "host_probe.cpp", native.HOST)
 
 
 @pytest.fixture(scope="module")
