@@ -33,6 +33,19 @@ inline bool has_plain_products(const Problem& p) {
   return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
 }
 
+inline bool has_bias(const Problem& p) { return p.bias.data != nullptr; }
+inline bool has_ranges(const Problem& p) { return p.ranges.data != nullptr; }
+inline bool has_pages(const FwdParams& p) { return p.pages.block_table != nullptr; }
+
+// The instance that takes a problem, that with the fewest features: kernels list them in this order.
+template <typename Kernel, typename Params>
+Features instance_for(const Params& p) {
+  for (const Features instance : Kernel::kInstances) {
+    if (Kernel::takes(instance, p)) return instance;
+  }
+  return Features::kAll;
+}
+
 // Whether rows of x can be moved in aligned chunks of 16 bytes (8 elements), and strides in chunks fit 32 bits.
 template <typename Data>
 bool is_aligned(const TensorRef<Data>& x, int head_dim) {
@@ -99,14 +112,6 @@ Features features_of(const Problem& p, bool plain) {
   if (p.bias.data != nullptr) return has_tiled_bias<Plan>(p) ? Features::kBiased : Features::kAll;
   if (p.ranges.data == nullptr) return Features::kPlain;
   return Plan::kHasRanged ? Features::kRanged : Features::kAll;
-}
-
-template <typename Plan>
-Features features_of(const FwdParams& p) {
-  const bool finds_keys = Plan::kPlainFindsPages || p.pages.block_table == nullptr;
-  const bool plain =
-      has_plain_products(p.problem) && p.aligned && p.row_max == nullptr && finds_keys && fits_values<Plan>(p.problem);
-  return features_of<Plan>(p.problem, plain);
 }
 
 inline bool all_aligned(const BwdParams& p) {

@@ -1,5 +1,7 @@
 // The entry points of launch.h: each chooses the kernel instance for a problem and launches it.
+#include <iterator>
 #include <stdexcept>
+#include <utility>
 #include <variant>
 
 #include "common/device.h"
@@ -8,6 +10,7 @@
 #include "flash_attn/cache/append.cuh"
 #include "flash_attn/dispatch.h"
 #include "flash_attn/features.h"
+#include "flash_attn/fwd/kernels.h"
 #include "flash_attn/fwd/plan.h"
 #include "flash_attn/fwd/tiles.h"
 #include "flash_attn/head_dims.h"
@@ -28,6 +31,15 @@ void dispatch_features(Features features, Fn&& fn) {
   } else {
     dispatch_value<Features::kPlain, Features::kAll>(features, fn);
   }
+}
+
+// The same for a kernel that says what it takes.
+template <typename Kernel, typename Params, typename Fn>
+void dispatch_instance(const Params& p, Fn&& fn) {
+  const auto dispatch = [&]<std::size_t... kIndices>(std::index_sequence<kIndices...>) {
+    dispatch_value<Kernel::kInstances[kIndices]...>(instance_for<Kernel>(p), fn);
+  };
+  dispatch(std::make_index_sequence<std::size(Kernel::kInstances)>());
 }
 
 template <typename Plan>
@@ -61,8 +73,9 @@ auto fwd_instance(const FwdSm90Plan& plan) {
 
 template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
-  dispatch_problem(p.problem, instance_of<Plan>(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
-    dispatch_features<Plan>(features_of<Plan>(p), [&](auto kFeatures) {
+  using Kernel = typename Plan::Kernel;
+  dispatch_problem(p.problem, Kernel::head_dims(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
+    dispatch_instance<Kernel>(p, [&](auto kFeatures) {
       run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(plan), Planned<Plan>{p, plan}, stream);
     });
   });

@@ -199,7 +199,7 @@ def test_problems_without_a_bias(host):
 
 def parts(host, head_dim):
     """How many parts divide the channels: warps that share rows, or blocks of a cluster."""
-    return host.call("find_channel_parts", head_dim)
+    return host.call("find_channel_slices", head_dim)
 
 
 @pytest.mark.parametrize("plain", [True, False])

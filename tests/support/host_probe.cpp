@@ -42,7 +42,7 @@ const char* find_head_dims(int head_dim, int head_dim_v, int64_t* dims) {
   return answer(dims, {sm80.of_keys, sm80.of_values, sm90.of_keys, sm90.of_values});
 }
 
-int find_channel_parts(int head_dim) { return channel_parts(head_dim); }
+int find_channel_slices(int head_dim) { return channel_slices(head_dim); }
 
 int find_dmask_width(int head_dim) { return dmask_width(head_dim); }
 
@@ -116,8 +116,8 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
     const FwdSm90Plan order = on_sm90 ? *on_sm90 : FwdSm90Plan{};
     answer(plan,
            {static_cast<int64_t>(choice.plan.index()), out, softmax, counters, tiling.packed_heads.value,
-            tiling.slots.value, tiling.tiles.value, splits.count, splits.least_blocks, decoding ? decoding->warps : 0,
-            order.blocks, order.section_heads.value, order.section_tiles.value, order.wide});
+            tiling.slots.value, tiling.tiles.value, splits.count, splits.least_n_blocks, decoding ? decoding->warps : 0,
+            order.blocks, order.swizzle.heads.value, order.swizzle.tiles.value, order.wide});
   });
 }
 
@@ -164,9 +164,9 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
   return error_of([&] {
     const auto plan = std::get<FwdSm90Plan>(plan_fwd_sm90(p, hints).plan);
     answer(features,
-           {static_cast<int64_t>(features_of<FwdSm90Plan>(p)), static_cast<int64_t>(features_of<FwdSm80Plan>(p)),
-            plan.sharing.value, static_cast<int64_t>(features_of<BwdSm90Plan>(bwd)), wants_tiled_bias(p, hints),
-            wants_tiled_bias(bwd, bwd_hints)});
+           {static_cast<int64_t>(instance_for<FwdSm90Kernel>(p)), static_cast<int64_t>(instance_for<FwdSm80Kernel>(p)),
+            plan.swizzle.entries_of_bias.value, static_cast<int64_t>(features_of<BwdSm90Plan>(bwd)),
+            wants_tiled_bias(p, hints), wants_tiled_bias(bwd, bwd_hints)});
   });
 }
 

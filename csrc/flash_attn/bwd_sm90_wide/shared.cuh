@@ -27,7 +27,7 @@ struct BwdWideConfig {
   static constexpr bool kTakesEntries = false, kShares = true;
   // The two thread blocks of a cluster have different keys and all channels or, where kParts is 2, the same keys and
   // half of the channels each.
-  static constexpr int kParts = channel_parts(kHeadDim);
+  static constexpr int kParts = channel_slices(kHeadDim);
   static constexpr int kChannels = kHeadDim / kParts, kChannelsV = kHeadDimV / kParts;  // of a thread block
   static constexpr int kClusterKeys = kBlockN * kCluster / kParts;
   static constexpr int kThreads = kWarpgroup * 4;

@@ -54,7 +54,7 @@ struct DecodeConfig {
   static constexpr bool kPaged = kPaged_;
   static constexpr int kRows = kDecodeRows, kKeys = kDecodeKeys, kWarpRows = kRows;
   static constexpr int kThreads = 32;  // that load a tile together: a warp
-  static constexpr int kParts = channel_parts(kHeadDim), kChannels = kHeadDim / kParts, kChannelsV = kChannels;
+  static constexpr int kParts = channel_slices(kHeadDim), kChannels = kHeadDim / kParts, kChannelsV = kChannels;
   static constexpr int kStages = decode_stages(kChannels);
 };
 
@@ -150,8 +150,8 @@ struct Appending {
         work(work),
         fresh(*static_cast<FreshRows<Config>*>(shared)),
         before(length_before(p, work.tile.entry)) {
-    const int end = min((work.blocks.last + 1) * Config::kKeys, work.seq.k.length);
-    tokens = intersection({0, p.seqlen_new - 1}, {work.blocks.first * Config::kKeys - before, end - 1 - before});
+    const int end = min((work.n_blocks.last + 1) * Config::kKeys, work.seq.k.length);
+    tokens = intersection({0, p.seqlen_new - 1}, {work.n_blocks.first * Config::kKeys - before, end - 1 - before});
   }
 
   // Fills `fresh`, each warp a row at a time. All threads of the thread block must call it together.
@@ -290,7 +290,7 @@ struct ChunkLoader {
   __device__ ChunkLoader(const DecodeParams& p, const FwdWork<Config>& work, int first, const TeamMember<Config>& own)
       : p(p),
         chunk(first),
-        last(work.blocks.last),
+        last(work.n_blocks.last),
         step(own.num_teams),
         channel(own.channel),
         keys(key_rows<Config, Tile>(p, p.k, work, first)),
@@ -354,7 +354,7 @@ __device__ void decode_chunks(const typename Config::Params& p, const FwdWork<Co
   using T = typename Config::T;
   DecodeRing<Config>& ring = rings[warp_id()];
   const TeamMember<Config> own;
-  const int first = work.blocks.first + own.team, last = work.blocks.last;
+  const int first = work.n_blocks.first + own.team, last = work.n_blocks.last;
   const Step<Config> step(p, work, rings + blockDim.x / 32);
   ChunkLoader<Config> loader(p, work, first, own);
 #pragma unroll 1
@@ -362,7 +362,7 @@ __device__ void decode_chunks(const typename Config::Params& p, const FwdWork<Co
   step.prepare();
   const auto q = step.queries();
   prefetch_targets<Config>(p, work);
-  const Interval whole = work.whole_blocks();
+  const Interval whole = work.unmasked_n_blocks();
 
   int stage = 0;
   for (int n = first; n <= last; n += own.num_teams) {
@@ -487,7 +487,7 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps,
   Output<Config> o;
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
-  if (!work.blocks.empty()) decode_chunks<Config>(p, work, rings, o, softmax);
+  if (!work.n_blocks.empty()) decode_chunks<Config>(p, work, rings, o, softmax);
   store_in_ring(rings[warp_id()], o, softmax, work.rows.count);
   __syncthreads();
 

@@ -84,12 +84,12 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid
   const FwdWork<Config> work(p.fwd, tiled.tiling, tile_of_block<Config::kRows>(p.fwd.problem, tiled.tiling));
   if (!work.exists()) return;
   const int warp_row = warp_id() * Config::kWarpRows;
-  auto keys = key_rows<Config, decltype(shared.k)>(p.fwd, p.fwd.k, work, work.blocks.last);
+  auto keys = key_rows<Config, decltype(shared.k)>(p.fwd, p.fwd.k, work, work.n_blocks.last);
   const Dropout dropout(p.fwd.problem, work.tile.entry, work.tile.head);
   load_queries<Config>(shared.q, p.fwd, tiled.tiling, work);
   float max[Config::kWarpRows / 8];
   for (float& m : max) m = -INFINITY;
-  for (int n = work.blocks.last; n >= work.blocks.first; --n) {
+  for (int n = work.n_blocks.last; n >= work.n_blocks.first; --n) {
     __syncthreads();  // no warp reads K(n + 1) any more
     load_own_rows<Config>(shared.k, keys, p.fwd, p.fwd.problem.head_dim, p.fwd.k.head_dim);
     ptx::commit_copies();

@@ -9,6 +9,10 @@
 
 namespace flash::flash_attn {
 
+struct FwdSm80Kernel;  // fwd/kernels.h says what they can do
+struct DecodeKernel;
+struct FwdSm90Kernel;
+
 // How the query rows of all entries and heads are cut into tiles. A row is a pair of a token and one of `packed_heads`
 // query heads that share a key head. Each group of packed heads has `slots` slots, each for at most one tile: in each
 // entry of a dense batch, or in all packed entries together.
@@ -25,7 +29,7 @@ struct Tiling {
 // scratch.
 struct KeySplits {
   int count = 1;             // the most splits of a tile
-  int least_blocks = 1;      // the fewest key blocks in a split
+  int least_n_blocks = 1;    // the fewest n_blocks in a split
   int rows = 0;              // rows of a tile that have scratch
   float* out = nullptr;      // (tiles, count * rows, channels), O before normalization, in the kernel's own order
   float* softmax = nullptr;  // maxima and sums of these rows
@@ -33,18 +37,13 @@ struct KeySplits {
 };
 
 struct FwdSm80Plan {
-  // What instances with less than Features::kAll can do:
-  static constexpr bool kPlainFindsPages = false;   // whether they take keys in pages
-  static constexpr bool kPlainHasHeadDimV = false;  // whether they take values of another head dim than the keys
-  static constexpr bool kHasRanged = false;         // whether there are instances of Features::kRanged
-  static constexpr int kMostBiasedHeadDim = 0;      // the largest head dim with instances of Features::kBiased; 0: none
+  using Kernel = FwdSm80Kernel;
   Tiling tiling;
   KeySplits splits;
 };
 
 struct DecodePlan {
-  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false, kHasRanged = false;
-  static constexpr int kMostBiasedHeadDim = 0;
+  using Kernel = DecodeKernel;
   Tiling tiling;
   KeySplits splits;
   int warps;                             // of a thread block
@@ -52,16 +51,20 @@ struct DecodePlan {
   const AppendParams* append = nullptr;  // host pointer: what the kernel also appends to the cache; null if nothing
 };
 
+// The order of the tiles of fwd_sm90 (swizzled_tile in fwd_sm90/scheduler.cuh).
+struct TileSwizzle {
+  Divisor heads;  // whose tiles are processed together: first the longest tile of each, then the next, and so on
+  Divisor tiles;  // that these heads have
+  Divisor entries_of_bias = Divisor(1);  // entries that share a bias: their tiles of a head follow one another
+};
+
 struct FwdSm90Plan {
-  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true, kHasRanged = true;
-  static constexpr int kMostBiasedHeadDim = 256;
+  using Kernel = FwdSm90Kernel;
   Tiling tiling;
-  bool wide = false;             // whether to use the larger tile for long sequences (has_wide_tile)
-  Divisor section_heads;         // heads of a section: first the longest tile of each of them, then the next, and so on
-  Divisor section_tiles;         // tiles of a section
-  Divisor sharing = Divisor(1);  // entries that share a bias: their tiles of the same head follow one another
-  int blocks = 0;                // of the grid: persistent thread blocks, or a cluster of them for each tile
-  int* taken = nullptr;          // (1), how many tiles were taken besides the first of each block; found and left as 0
+  bool wide = false;  // whether to use the larger tile for long sequences (has_wide_tile)
+  TileSwizzle swizzle;
+  int blocks = 0;        // of the grid: persistent thread blocks, or a cluster of them for each tile
+  int* taken = nullptr;  // (1), how many tiles were taken besides the first of each block; found and left as 0
 };
 
 using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan>;

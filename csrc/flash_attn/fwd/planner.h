@@ -10,6 +10,7 @@
 
 #include "common/divmod.h"
 #include "flash_attn/features.h"
+#include "flash_attn/fwd/kernels.h"
 #include "flash_attn/fwd/plan.h"
 #include "flash_attn/fwd/tiles.h"
 #include "flash_attn/head_dims.h"
@@ -79,11 +80,11 @@ inline int num_tiles(const Tiling& tiling) { return static_cast<int>(tiling.tile
 
 constexpr int kMaxSplits = 128;
 
-// `wanted` splits, or as many as the grid of one launch can have, of at least `least_blocks` key blocks each.
-inline KeySplits splits_of(const Tiling& tiling, int64_t wanted, int64_t least_blocks, int rows) {
+// `wanted` splits, or as many as the grid of one launch can have, of at least `least_n_blocks` n_blocks each.
+inline KeySplits splits_of(const Tiling& tiling, int64_t wanted, int64_t least_n_blocks, int rows) {
   const int64_t most = std::max(1, std::numeric_limits<int>::max() / std::max(num_tiles(tiling), 1));
   return {.count = static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, kMaxSplits))),
-          .least_blocks = static_cast<int>(least_blocks),
+          .least_n_blocks = static_cast<int>(least_n_blocks),
           .rows = rows};
 }
 
@@ -125,7 +126,7 @@ inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
 // fill the SMs; but not keys that the warps of one thread block take in one round, since merging would only come on
 // top. Where entries may differ in length (ragged), the longest is also cut into pieces of about kPiece keys, so that
 // no thread block takes long: this may halve the time of ragged batches, and costs equal lengths little. Short entries
-// get fewer splits, since a split has at least least_blocks key blocks.
+// get fewer splits, since a split has at least least_n_blocks n_blocks.
 //
 // Every split has scratch, with keys or without, because only the device knows the lengths. So there are at most
 // kMostSplitsEach splits for each SM. The longest entry then keeps no SM busy for longer than the whole batch does,
@@ -133,7 +134,7 @@ inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
 inline KeySplits split_decode(const Problem& p, const FwdHints& hints, const Tiling& tiling, int warps, int rows) {
   constexpr int kPiece = 4096, kShortPiece = 1024, kMostPieces = 16, kMostSplitsEach = 32;
   if (hints.num_splits > 0) return splits_of(tiling, hints.num_splits, 1, rows);
-  const int teams = warps / channel_parts(std::max(p.head_dim, p.head_dim_v));
+  const int teams = warps / channel_slices(std::max(p.head_dim, p.head_dim_v));
   if (hints.longest_k <= teams * kDecodeKeys) return splits_of(tiling, 1, 1, rows);
   const int tiles = std::max(num_tiles(tiling), 1);
   const bool ragged = p.batch > 1 && (p.seqused_k || p.cu_seqlens_k);
@@ -164,7 +165,7 @@ inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
 inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const AppendParams& append,
                                 const FwdHints& hints) {
   const auto* decoding = std::get_if<DecodePlan>(&plan);
-  if (decoding == nullptr || features_of<FwdSm80Plan>(p) != Features::kPlain) return false;
+  if (decoding == nullptr || has_pages(p) || instance_for<DecodeKernel>(p) != Features::kPlain) return false;
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
   const bool own_rows = problem.batch_index == nullptr && (append.k_cache.batch != 0 || problem.batch == 1);
@@ -189,7 +190,7 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
   const Problem& problem = p.problem;
   const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
   const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, kTileRows);
-  const int64_t blocks = tiles * channel_parts(std::max(problem.head_dim, problem.head_dim_v));
+  const int64_t blocks = tiles * channel_slices(std::max(problem.head_dim, problem.head_dim_v));
   const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0;
   const bool rows_enough = hints.longest_q >= (problem.heads == problem.heads_k ? 32 : 64);
   const bool few_keys = hints.longest_k <= int64_t{kFewKeysPerChannel} * problem.head_dim;
@@ -201,7 +202,7 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
 // would then read it in tiles.
 inline bool wants_tiled_bias(const FwdParams& p, const FwdHints& hints) {
   return !suits_decoding(p.problem, hints) && suits_sm90(p, hints) && p.row_max == nullptr &&
-         could_tile_bias<FwdSm90Plan>(p.problem);
+         could_tile_bias<FwdSm90Kernel>(p.problem);
 }
 
 // Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
@@ -214,38 +215,37 @@ inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   return hints.longest_k >= (rows_differ(p) ? 2048 : 1024);
 }
 
-// How many heads (of all entries) are in a section, whose tiles are taken longest first (ordered_tile in
-// fwd_sm90/producer.cuh). Where all rows see equally many keys, there is nothing to balance, and tiles go head by head:
-// 1. Otherwise as many heads as have keys and values that fit the L2 cache together. But the longest tiles also wait
-// for memory, so at most half of the SMs start with one.
-inline int heads_per_section(const Problem& p, int multiprocessors) {
+// For how many heads (of all entries) tiles are processed together, the longest first (TileSwizzle). Where all rows see
+// equally many keys, there is nothing to balance, and tiles go head by head: 1. Otherwise as many heads as have keys
+// and values that fit the L2 cache together. But the longest tiles also wait for memory, so at most half of the SMs
+// start with one.
+inline int swizzled_heads(const Problem& p, int multiprocessors) {
   constexpr int64_t kCacheBytes = 32 << 20;
   const int heads = p.cu_seqlens_q ? p.heads : p.heads * p.batch, group = p.heads / p.heads_k;
   if (!rows_differ(p)) return 1;
   const int64_t key_head_bytes = int64_t{2} * p.seqlen_k * (p.head_dim + p.head_dim_v);
   const int64_t cached = kCacheBytes / key_head_bytes * group, most = std::min(heads, std::max(1, multiprocessors / 2));
-  int section = static_cast<int>(std::clamp<int64_t>(cached, 1, most));
-  while (heads % section != 0) --section;
-  return section;
+  int together = static_cast<int>(std::clamp<int64_t>(cached, 1, most));
+  while (heads % together != 0) --together;
+  return together;
 }
 
 inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
   const auto [head_dim, head_dim_v] = sm90_head_dims(p.problem.head_dim, p.problem.head_dim_v);
-  const Features features = features_of<FwdSm90Plan>(p);
+  const Features features = instance_for<FwdSm90Kernel>(p);
   const bool wide = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
   const int tile_rows = 64 * fwd_sm90_tile(head_dim, features, wide, head_dim_v).warpgroups;
   const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
-  const int parts = channel_parts(head_dim);
-  const int section = heads_per_section(p.problem, hints.multiprocessors);
-  const bool shares = features == Features::kBiased && !p.problem.cu_seqlens_q && bias_tensor(p.problem).batch == 0;
-  return {
-      FwdSm90Plan{.tiling = tiling,
-                  .wide = wide,
-                  .section_heads = Divisor(section),
-                  .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
-                  .sharing = Divisor(shares ? p.problem.batch : 1),
-                  .blocks = parts > 1 ? parts * num_tiles(tiling) : std::min(num_tiles(tiling), hints.multiprocessors)},
-      {.counters = parts > 1 ? 0 : 1}};
+  const int heads = swizzled_heads(p.problem, hints.multiprocessors);
+  const bool one_bias = features == Features::kBiased && !p.problem.cu_seqlens_q && bias_tensor(p.problem).batch == 0;
+  const int tiles = num_tiles(tiling), cluster_size = channel_slices(head_dim);
+  return {FwdSm90Plan{.tiling = tiling,
+                      .wide = wide,
+                      .swizzle = {.heads = Divisor(heads),
+                                  .tiles = Divisor(heads * static_cast<int>(tiling.slots.value)),
+                                  .entries_of_bias = Divisor(one_bias ? p.problem.batch : 1)},
+                      .blocks = cluster_size > 1 ? cluster_size * tiles : std::min(tiles, hints.multiprocessors)},
+          {.counters = cluster_size > 1 ? 0 : 1}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -269,14 +269,14 @@ inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
 
 inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
   const int head_dim = sm80_head_dims(p.problem.head_dim, p.problem.head_dim_v).of_keys;
-  const int lanes_of_row = 4 * channel_parts(head_dim);
+  const int lanes_of_row = 4 * channel_slices(head_dim);
   const int blocks_at_once = hints.multiprocessors * (head_dim <= 256 ? 2 : 1);  // their shared memory allows this
-  const FwdTile tile = fwd_tile(head_dim, features_of<FwdSm80Plan>(p));
+  const FwdTile tile = fwd_tile(head_dim, instance_for<FwdSm80Kernel>(p));
   const Tiling tiling = tiling_for(p.problem, heads_to_pack(p.problem, hints.longest_q, tile.rows), tile.rows);
   const int64_t key_blocks = ceil_div(hints.longest_k, tile.keys);
   const int wanted =
       hints.num_splits > 0 ? hints.num_splits : splits_for(num_tiles(tiling), key_blocks, blocks_at_once);
-  const KeySplits splits = splits_of(tiling, std::min<int64_t>(key_blocks, wanted), /*least_blocks=*/1, tile.rows);
+  const KeySplits splits = splits_of(tiling, std::min<int64_t>(key_blocks, wanted), /*least_n_blocks=*/1, tile.rows);
   return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, lanes_of_row)};
 }
 

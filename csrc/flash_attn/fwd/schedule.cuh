@@ -1,4 +1,5 @@
-// Which tile of query rows, and which of its key blocks, a thread block of a forward kernel works on.
+// Which m_block (tile of query rows), and which of its n_blocks (tiles of keys), a thread block of a forward kernel
+// works on.
 #pragma once
 
 #include <type_traits>
@@ -88,16 +89,16 @@ __device__ auto mask_of(const Problem& p, const Sequence& seq, const WorkTile& t
   }
 }
 
-// A tile with all that follows from it: where its rows and keys lie, the mask, and the key blocks to visit.
+// A tile with all that follows from it: where its rows and keys lie, the mask, and the n_blocks to visit.
 template <int kRows, int kKeys, bool kRanged>
 struct Work {
   WorkTile tile;
   Sequence seq;
   TileRows rows;
   std::conditional_t<kRanged, RangedMask, Mask> mask;
-  Interval seen;    // from the first to the last key that some row sees
-  Interval blocks;  // the key blocks of the tile's split
-  int all_blocks, blocks_per_split;
+  Interval seen;      // from the first to the last key that some row sees
+  Interval n_blocks;  // of the tile's split
+  int n_blocks_of_tile, n_blocks_per_split;
 
   // A tile with all its keys.
   __device__ Work(const FwdParams& p, const Tiling& tiling, const WorkTile& own_tile)
@@ -106,9 +107,9 @@ struct Work {
         rows(tiling, seq, tile, kRows),
         mask(mask_of<kRanged>(p.problem, seq, tile, rows)),
         seen(mask.keys_seen_by_any(rows.tokens())),
-        blocks(blocks_of(seen, kKeys)),
-        all_blocks(blocks.last - blocks.first + 1),
-        blocks_per_split(all_blocks) {}
+        n_blocks(blocks_of(seen, kKeys)),
+        n_blocks_of_tile(n_blocks.last - n_blocks.first + 1),
+        n_blocks_per_split(n_blocks_of_tile) {}
 
   // The split of a tile that this thread block computes.
   __device__ Work(const FwdParams& p, const Tiling& tiling, const KeySplits& splits)
@@ -118,24 +119,25 @@ struct Work {
 
   // Whether there is something to do. A slot may have no rows, and a split no keys; split 0 always exists, to store the
   // results of rows that see no key.
-  __device__ bool exists() const { return rows.count > 0 && (tile.split == 0 || !blocks.empty()); }
+  __device__ bool exists() const { return rows.count > 0 && (tile.split == 0 || !n_blocks.empty()); }
 
   // How many splits of the tile have keys; at least 1.
   __device__ int num_splits() const {
-    return all_blocks <= blocks_per_split ? 1 : (all_blocks + blocks_per_split - 1) / blocks_per_split;
+    if (n_blocks_of_tile <= n_blocks_per_split) return 1;
+    return (n_blocks_of_tile + n_blocks_per_split - 1) / n_blocks_per_split;
   }
 
-  // The key blocks that need no mask: all rows see all their keys.
-  __device__ Interval whole_blocks() const {
+  // The n_blocks that need no mask: all rows see all their keys.
+  __device__ Interval unmasked_n_blocks() const {
     const Interval keys = mask.keys_seen_by_all(rows.tokens());
     return {(keys.first + kKeys - 1) / kKeys, (keys.last + 1) / kKeys - 1};
   }
 
  private:
   __device__ void take_split(const KeySplits& splits) {
-    blocks_per_split = max(splits.least_blocks, (all_blocks + splits.count - 1) / splits.count);
-    blocks.first += tile.split * blocks_per_split;
-    blocks.last = min(blocks.first + blocks_per_split - 1, blocks.last);
+    n_blocks_per_split = max(splits.least_n_blocks, (n_blocks_of_tile + splits.count - 1) / splits.count);
+    n_blocks.first += tile.split * n_blocks_per_split;
+    n_blocks.last = min(n_blocks.first + n_blocks_per_split - 1, n_blocks.last);
   }
 };
 

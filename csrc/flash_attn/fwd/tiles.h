@@ -7,10 +7,10 @@
 
 namespace flash::flash_attn {
 
-// Registers hold O of at most 256 channels. Beyond that, the channels are divided between two parts: two warps with the
-// same rows and keys or, on sm_90, the two thread blocks of a cluster. Each part has its channels of Q, K, V and O, and
+// Registers hold O of at most 256 channels. Beyond that, the channels are cut into two slices, for two warps with the
+// same rows and keys or, on sm_90, for the two thread blocks of a cluster. Each has its slice of Q, K, V and O, and
 // they exchange their partial sums of Q K^T (partial_scores.cuh). bwd_sm90_wide does the same.
-constexpr int channel_parts(int head_dim) { return head_dim > 256 ? 2 : 1; }
+constexpr int channel_slices(int head_dim) { return head_dim > 256 ? 2 : 1; }
 
 // A tile of fwd_sm80.
 struct FwdTile {
@@ -73,16 +73,16 @@ constexpr int kMaxDecodeWarps = 8;
 // How many chunks of K and V a warp has in flight: 24 KB, so that eight warps hide the latency of DRAM.
 constexpr int decode_stages(int head_dim) { return std::max(2, 384 / head_dim); }
 constexpr int decode_bytes_per_warp(int head_dim) {
-  const int parts = channel_parts(head_dim), stages = decode_stages(head_dim / parts);
-  const int stage_bytes = 2 * kDecodeKeys * head_dim / parts * 2;
-  const int exchanged_bytes = parts > 1 ? kDecodeRows * kDecodeKeys * 4 : 0;
+  const int slices = channel_slices(head_dim), stages = decode_stages(head_dim / slices);
+  const int stage_bytes = 2 * kDecodeKeys * head_dim / slices * 2;
+  const int exchanged_bytes = slices > 1 ? kDecodeRows * kDecodeKeys * 4 : 0;
   return stages * (stage_bytes + exchanged_bytes);
 }
 
 // How many warps a thread block has room for in shared memory. 4096 bytes are left for what else it needs.
 constexpr int decode_warps(int head_dim, int shared_bytes) {
   int warps = kMaxDecodeWarps;
-  while (warps > channel_parts(head_dim) && warps * decode_bytes_per_warp(head_dim) + 4096 > shared_bytes) warps /= 2;
+  while (warps > channel_slices(head_dim) && warps * decode_bytes_per_warp(head_dim) + 4096 > shared_bytes) warps /= 2;
   return warps;
 }
 

@@ -3,10 +3,10 @@
 //   O = softmax(S) V,   S = scores of Q K^T (score.cuh) under the mask (mask.cuh),   lse = log sum exp S
 //
 // A thread block computes a tile of query rows, of one head or of the heads that share a key head. It walks over the
-// key blocks that these rows see, from the last to the first, with an online softmax (Dao, "FlashAttention-2", 2023).
+// n_blocks that these rows see, from the last to the first, with an online softmax (Dao, "FlashAttention-2", 2023).
 // If the keys are split among thread blocks, the last one to arrive merges (split.cuh).
 //
-// A warp has 16 or 32 rows and all keys of a key block, so that warps share nothing but the tiles of K and V. Q stays
+// A warp has 16 or 32 rows and all keys of an n_block, so that warps share nothing but the tiles of K and V. Q stays
 // in shared memory. S, P and O are in registers: the result S of one mma already has the layout of the operand P of the
 // next. There is one tile of K and one of V. V(n) is copied (cp.async) during Q K(n)^T and softmax, K(n - 1) during
 // P V(n), and a second thread block on the SM fills the gaps.
@@ -43,18 +43,19 @@ struct FwdConfig {
   static constexpr bool kPaged = !kPlain;
   static constexpr FwdTile kTile = fwd_tile(kHeadDim, kFeatures);
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
-  static constexpr int kParts = channel_parts(kHeadDim), kChannels = kHeadDim / kParts, kChannelsV = kChannels;
+  // Warps that share rows, each with a slice of the channels: 1, or 2 with half of them each.
+  static constexpr int kSlices = channel_slices(kHeadDim), kChannels = kHeadDim / kSlices, kChannelsV = kChannels;
   static constexpr int kBlockThreads = 32 * kTile.warps;
-  static constexpr int kThreads = kBlockThreads / kParts;  // that load a part's channels of a tile together
-  static constexpr int kPartWarps = kTile.warps / kParts, kWarpRows = kRows / kPartWarps;
+  static constexpr int kThreads = kBlockThreads / kSlices;  // that load a slice of a tile together
+  static constexpr int kSliceWarps = kTile.warps / kSlices, kWarpRows = kRows / kSliceWarps;
 };
 
-// A warp's part of the thread block's tile.
+// What a warp has of the thread block's tile.
 template <typename Config>
-struct WarpShare {
-  int part = Config::kParts == 1 ? 0 : warp_id() / Config::kPartWarps;
-  int row = (warp_id() - part * Config::kPartWarps) * Config::kWarpRows;  // the warp's first
-  int channel = part * Config::kChannels;                                 // the warp's first
+struct WarpTile {
+  int slice = Config::kSlices == 1 ? 0 : warp_id() / Config::kSliceWarps;
+  int row = (warp_id() - slice * Config::kSliceWarps) * Config::kWarpRows;  // the warp's first
+  int channel = slice * Config::kChannels;                                  // the warp's first
 };
 
 template <typename Config>
@@ -65,94 +66,94 @@ struct FwdShared {
   FwdWork<Config> work;  // in shared memory to save registers for the loop
 };
 
-// A warp's loop over the key blocks, and the state that it carries.
+// A warp's loop over the n_blocks, and the state that it carries.
 template <typename Config>
-struct FwdWalk {
+struct Mainloop {
   using T = typename Config::T;
   const FwdSm80Params& p;
   FwdShared<Config>& shared;
-  const WarpShare<Config> share;
+  const WarpTile<Config> warp;
   Output<Config>& o;
   Softmax<Config>& softmax;
-  KeyRows<Config> keys, values;  // of the key blocks to load next
+  KeyRows<Config> keys, values;  // of the n_blocks to load next
 
-  __device__ FwdWalk(const FwdSm80Params& p, FwdShared<Config>& shared, const WarpShare<Config>& share,
-                     Output<Config>& o, Softmax<Config>& softmax)
+  __device__ Mainloop(const FwdSm80Params& p, FwdShared<Config>& shared, const WarpTile<Config>& warp,
+                      Output<Config>& o, Softmax<Config>& softmax)
       : p(p),
         shared(shared),
-        share(share),
+        warp(warp),
         o(o),
         softmax(softmax),
-        keys(key_rows<Config, decltype(shared.k)>(p, p.k, shared.work, shared.work.blocks.last)),
-        values(key_rows<Config, decltype(shared.v)>(p, p.v, shared.work, shared.work.blocks.last)) {}
+        keys(key_rows<Config, decltype(shared.k)>(p, p.k, shared.work, shared.work.n_blocks.last)),
+        values(key_rows<Config, decltype(shared.v)>(p, p.v, shared.work, shared.work.n_blocks.last)) {}
 
-  // The channels of the warp's part.
+  // The channels of the warp's slice.
   template <typename Tile>
   __device__ auto& own(Tile& tile) const {
-    return columns_of<Config::kChannels>(tile, share.part);
+    return columns_of<Config::kChannels>(tile, warp.slice);
   }
 
   template <bool kAllExist>
   __device__ void load_k() {
-    load_own_rows<Config, kAllExist>(own(shared.k), keys, p, p.problem.head_dim, p.k.head_dim, share.channel);
+    load_own_rows<Config, kAllExist>(own(shared.k), keys, p, p.problem.head_dim, p.k.head_dim, warp.channel);
     ptx::commit_copies();
     keys.move(-Config::kKeys);
   }
   template <bool kAllExist>
   __device__ void load_v() {
     load_own_rows<Config, kAllExist>(own(shared.v), values, p, head_dim_v<Config::kPlain>(p.problem), p.v.head_dim,
-                                     share.channel);
+                                     warp.channel);
     ptx::commit_copies();
     values.move(-Config::kKeys);
   }
 
-  // Beyond 256 channels: adds the partial scores of the other part.
-  __device__ void add_other_part(Scores<Config>& s) {
-    if constexpr (Config::kParts == 2) {
+  // Beyond 256 channels: adds the partial scores of the other slice.
+  __device__ void add_other_slice(Scores<Config>& s) {
+    if constexpr (Config::kSlices == 2) {
       using Partial = PartialScores<s.kRows, s.kCols>;
       static_assert(Config::kTile.warps * sizeof(Partial) <= sizeof(shared.k));
       auto* partials = reinterpret_cast<Partial*>(shared.k.data);
       __syncthreads();  // all warps have read K, whose memory the partial scores take
       partials[warp_id()].store(s, lane_id());
-      ptx::sync_barrier<64>(1 + warp_id() % Config::kPartWarps);
-      partials[(warp_id() + Config::kPartWarps) % Config::kTile.warps].add_to(s, lane_id());
+      ptx::sync_barrier<64>(1 + warp_id() % Config::kSliceWarps);
+      partials[(warp_id() + Config::kSliceWarps) % Config::kTile.warps].add_to(s, lane_id());
     }
   }
 
-  // kCut: whether the mask hides some of the block's keys from some row. Two loop bodies are faster than one with a
+  // kMasked: whether the mask hides some of the block's keys from some row. Two loop bodies are faster than one with a
   // branch. Values that no row sees are loaded as zeros: P is 0 there, but 0 * NaN is NaN. Keys need no zeros, since
   // their scores are overwritten; and only the last block, which run() loads, may have keys that do not exist.
-  template <bool kCut>
-  __device__ void step(int n) {
+  template <bool kMasked>
+  __device__ void step(int n_block) {
     ptx::wait_copies<0>();
     __syncthreads();  // K(n) has arrived, and no warp reads V(n + 1) any more
-    load_v<!kCut>();
+    load_v<!kMasked>();
     Scores<Config> s;
     s.fill(0);
-    gemm<Config::kChannels>(s, along_cols(own(shared.q), share.row), along_cols(own(shared.k)));
-    add_other_part(s);
-    make_scores<Config>(s, p, shared.work, share.row, n, kCut);
+    gemm<Config::kChannels>(s, along_cols(own(shared.q), warp.row), along_cols(own(shared.k)));
+    add_other_slice(s);
+    make_scores<Config>(s, p, shared.work, warp.row, n_block, kMasked);
     float shrink[s.kLaneRows];
     softmax.update(s, shrink);
     o.scale_rows(shrink);
-    drop<Config>(s, p, shared.work.tile, share.row, n);
+    drop<Config>(s, p, shared.work.tile, warp.row, n_block);
     const auto probabilities = pack<T>(s);
 
     ptx::wait_copies<0>();
     __syncthreads();  // V(n) has arrived, and no warp reads K(n), or the partial scores in its place, any more
-    if (n > shared.work.blocks.first) load_k<true>();
+    if (n_block > shared.work.n_blocks.first) load_k<true>();
     gemm<Config::kKeys>(o, probabilities, along_rows(own(shared.v)));
   }
 
   __device__ void run() {
-    const auto [first, last] = shared.work.blocks;
+    const auto [first, last] = shared.work.n_blocks;
     if (last < first) return;
-    load_queries<Config>(own(shared.q), p, p.plan.tiling, shared.work, share.channel);
+    load_queries<Config>(own(shared.q), p, p.plan.tiling, shared.work, warp.channel);
     load_k<false>();
-    const Interval whole = shared.work.whole_blocks();
+    const Interval unmasked = shared.work.unmasked_n_blocks();
     for (int n = last; n >= first;) {
-      for (; n >= first && !whole.covers(n); --n) step<true>(n);
-      for (; n >= first && whole.covers(n); --n) step<false>(n);
+      for (; n >= first && !unmasked.covers(n); --n) step<true>(n);
+      for (; n >= first && unmasked.covers(n); --n) step<false>(n);
     }
     softmax.finish();
   }
@@ -161,33 +162,33 @@ struct FwdWalk {
 // Stores O, by way of the memory of Q, to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
 template <typename Config, typename Pack>
 __device__ void store_to(const TensorRef<>& x, FwdShared<Config>& shared, const FwdSm80Params& p,
-                         const FwdWork<Config>& work, const WarpShare<Config>& share, const Output<Config>& o) {
-  auto& tile = columns_of<Config::kChannels>(shared.q, share.part);
-  const int cols = head_dim_v<Config::kPlain>(p.problem) - share.channel;
-  store_fragment(tile, o, share.row, 0, Pack());
+                         const FwdWork<Config>& work, const WarpTile<Config>& warp, const Output<Config>& o) {
+  auto& tile = columns_of<Config::kChannels>(shared.q, warp.slice);
+  const int cols = head_dim_v<Config::kPlain>(p.problem) - warp.channel;
+  store_fragment(tile, o, warp.row, 0, Pack());
   __syncwarp();
   if (Config::kPlain || p.aligned) {
     with_query_rows<typename Config::T>(p.plan.tiling, x, work, [&](auto rows) {
-      rows.data += share.channel;
-      store_rows<Config::kWarpRows>(tile, rows, share.row, cols);
+      rows.data += warp.channel;
+      store_rows<Config::kWarpRows>(tile, rows, warp.row, cols);
     });
   } else {
     auto rows = packed_rows<typename Config::T>(x, work);
-    rows.data += share.channel * x.head_dim;
-    store_scattered<Config::kWarpRows>(tile, rows, share.row, cols, x.head_dim);
+    rows.data += warp.channel * x.head_dim;
+    store_scattered<Config::kWarpRows>(tile, rows, warp.row, cols, x.head_dim);
   }
 }
 
 template <typename Config>
 __device__ void store_out(FwdShared<Config>& shared, const FwdSm80Params& p, const FwdWork<Config>& work,
-                          const WarpShare<Config>& share, Output<Config>& o, const Softmax<Config>& softmax) {
+                          const WarpTile<Config>& warp, Output<Config>& o, const Softmax<Config>& softmax) {
   using T = typename Config::T;
   normalize<Config>(o, p, softmax);
   if (p.out_lo.data != nullptr) {
-    store_to<Config, Residue<T>>(p.out_lo, shared, p, work, share, o);
+    store_to<Config, Residue<T>>(p.out_lo, shared, p, work, warp, o);
     __syncwarp();  // all lanes have read the rows that store_to overwrites next
   }
-  store_to<Config, Rounded<T>>(p.out, shared, p, work, share, o);
+  store_to<Config, Rounded<T>>(p.out, shared, p, work, warp, o);
 }
 
 template <typename Config>
@@ -201,15 +202,15 @@ __global__ __launch_bounds__(Config::kBlockThreads) void fwd_kernel(const __grid
   const FwdWork<Config>& work = shared.work;
   if (!work.exists()) return;
 
-  const WarpShare<Config> share;
+  const WarpTile<Config> warp;
   Output<Config> o;
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
-  FwdWalk<Config>(p, shared, share, o, softmax).run();
-  if (work.num_splits() > 1 && !merge_splits<Config::kBlockThreads>(p.plan.splits, work, share.row, o, softmax)) return;
-  add_sinks<Config>(softmax, p, work, share.row);
-  if (share.part == 0) store_lse<Config>(p, work, share.row, softmax);
-  store_out<Config>(shared, p, work, share, o, softmax);
+  Mainloop<Config>(p, shared, warp, o, softmax).run();
+  if (work.num_splits() > 1 && !merge_splits<Config::kBlockThreads>(p.plan.splits, work, warp.row, o, softmax)) return;
+  add_sinks<Config>(softmax, p, work, warp.row);
+  if (warp.slice == 0) store_lse<Config>(p, work, warp.row, softmax);
+  store_out<Config>(shared, p, work, warp, o, softmax);
 }
 
 template <typename T, int kHeadDim, Features kFeatures>

@@ -1,5 +1,6 @@
-// The consumer warpgroups of fwd_sm90: they compute a tile from what the producer has copied, and store the
-// results.
+// The consumer warpgroups of fwd_sm90: they compute a tile from what the producer has copied, and store the results. A
+// tile is a prologue (the first S and P), a mainloop over its n_blocks, and an epilogue (the last P V, and the
+// results).
 #pragma once
 
 #include <type_traits>
@@ -33,10 +34,29 @@ __device__ void clear_rows(Tile& tile, int first, int end, int barrier) {
   ptx::sync_barrier<kWarpgroup>(barrier);
 }
 
-// The key blocks that a tile sees, if there is a tile, and those among them that need no mask.
-struct Walk {
-  bool exists;
-  Interval blocks, whole;
+// The n_blocks of a tile, if there is a tile, and those among them that need no mask.
+struct NBlocks {
+  bool exist;
+  Interval all, unmasked;
+};
+
+// The order in which the consumer warpgroups start their products, one after the other (ping-pong): then one computes
+// its exponentials while the tensor cores run the products of another. A named barrier for each says that it is next;
+// its predecessor arrives there. Without this order, short sequences are slower; letting the next one start when only
+// half of the second product is queued changes nothing.
+template <int kConsumers>
+struct WarpgroupOrder {
+  static constexpr int kFirstBarrier = 1;  // 0 is that of __syncthreads
+  const int rank;                          // of the warpgroup
+
+  __device__ void wait() const { ptx::sync_barrier<2 * kWarpgroup>(kFirstBarrier + rank); }
+  __device__ void pass_on() const {
+    ptx::arrive_at_barrier<2 * kWarpgroup>(kFirstBarrier + (rank + 1 == kConsumers ? 0 : rank + 1));
+  }
+  // The last warpgroup calls it once, so that the first may start.
+  __device__ void begin() const {
+    if (rank == kConsumers - 1) pass_on();
+  }
 };
 
 // A consumer warpgroup, from the view of one of its warps.
@@ -46,11 +66,12 @@ struct Consumer {
   using Work = FwdWork<Config>;
   struct None {};
   using TiledBias = std::conditional_t<Config::kBiased, PackedFragment<T, Config::kWarpRows, Config::kKeys>, None>;
-  const FwdSm90Launch& maps;
+  const FwdSm90Launch& launch;
   const FwdSm90Params& p;
   FwdSm90Shared<Config>& shared;
   const int rank;      // of the warpgroup
   const int warp_row;  // the warp's first row in the tile
+  const WarpgroupOrder<Config::kConsumers> order;
   RingCursor<Config::kQueryStages> q_at;
   RingCursor<Config::kStages> k_at, v_at;
   RingCursor<2> work_at;
@@ -61,13 +82,14 @@ struct Consumer {
   PackedFragment<T, Config::kWarpRows, Config::kKeys> probabilities;
   bool has_output;  // whether o has been written; if not, the next product overwrites it instead of adding
 
-  __device__ Consumer(const FwdSm90Launch& maps, FwdSm90Shared<Config>& shared, int rank)
-      : maps(maps),
-        p(maps.params),
+  __device__ Consumer(const FwdSm90Launch& launch, FwdSm90Shared<Config>& shared, int rank)
+      : launch(launch),
+        p(launch.params),
         shared(shared),
         rank(rank),
         warp_row(warp_id() * Config::kWarpRows),
-        softmax(score_scale_log2<Config::kFeatures>(maps.params.problem)) {}
+        order{rank},
+        softmax(score_scale_log2<Config::kFeatures>(launch.params.problem)) {}
 
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
   template <int kStages>
@@ -91,23 +113,17 @@ struct Consumer {
     if (leads()) shared.q_rings[rank].release(q_at);
   }
 
-  // Named barriers: 1 + rank is that warpgroup's turn to start products, at which it waits and its predecessor arrives;
-  // 1 + kConsumers + rank synchronizes a warpgroup with itself. (0 is that of __syncthreads.) Without turns, short
-  // sequences are slower; passing the turn when only half of the second product is queued changes nothing.
-  __device__ int own_barrier() const { return 1 + Config::kConsumers + rank; }
-  __device__ void await_turn() const { ptx::sync_barrier<2 * kWarpgroup>(1 + rank); }
-  __device__ void pass_turn() const {
-    ptx::arrive_at_barrier<2 * kWarpgroup>(1 + (rank + 1 == Config::kConsumers ? 0 : rank + 1));
-  }
+  // The named barrier at which the warpgroup synchronizes with itself. Those of WarpgroupOrder come before.
+  __device__ int own_barrier() const { return order.kFirstBarrier + Config::kConsumers + rank; }
 
   // Waits for the next work. If there is no more, its tile.entry is -1.
   __device__ const Work& next_work() {
     shared.work_ring.wait_full(work_at);
     return shared.work[work_at.stage];
   }
-  // The walk of a work, as warp-uniform registers.
-  __device__ static Walk walk_of(const Work& work) {
-    return {warp_uniform(work.tile.entry) >= 0, warp_uniform(work.blocks), warp_uniform(work.whole_blocks())};
+  // The n_blocks of a work, as warp-uniform registers.
+  __device__ static NBlocks n_blocks_of(const Work& work) {
+    return {warp_uniform(work.tile.entry) >= 0, warp_uniform(work.n_blocks), warp_uniform(work.unmasked_n_blocks())};
   }
 
   __device__ void start_scores(Scores<Config>& s) {
@@ -130,16 +146,16 @@ struct Consumer {
     start_scores(s);
   }
 
-  // Adds the partial scores of the other block's channels, and sends it those of this block's. unkept: addresses are
-  // computed anew each time, since there are no registers to keep them.
-  __device__ void add_other_part(Scores<Config>& s) {
-    if constexpr (Config::kParts == 2) {
+  // In a cluster: adds the partial scores of the other block's channels, and sends it those of this block's. unkept:
+  // addresses are computed anew each time, since there are no registers to keep them.
+  __device__ void add_other_half(Scores<Config>& s) {
+    if constexpr (Config::kClusterSize == 2) {
       const int thread = unkept(threadIdx.x);
-      shared.boxes[thread / kWarpgroup].add_other_part(s, 1 - Config::part(), thread, box_at);
+      shared.boxes[thread / kWarpgroup].add_other_part(s, 1 - Config::cluster_rank(), thread, box_at);
     }
   }
 
-  // In instances of kBiased: the warp's rows of the bias of the current key block.
+  // In instances of kBiased: the warp's rows of the bias of the current n_block.
   __device__ TiledBias load_bias() const {
     if constexpr (Config::kBiased) {
       return load_rows<T, Config::kKeys>(shared.k[k_at.stage].bias, warp_row, has_one_row(p.problem.bias.rows));
@@ -151,19 +167,19 @@ struct Consumer {
     if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
   }
 
-  // Turns the scores of the first key block that a tile visits, its last keys, into P.
-  __device__ void begin(Scores<Config>& s, const TiledBias& bias, const Work& work, bool cut) {
+  // Turns the scores of the first n_block that a tile visits, its last keys, into P.
+  __device__ void make_first_probabilities(Scores<Config>& s, const TiledBias& bias, const Work& work, bool masked) {
     // V from row `end` of the block on is zeroed: keys that do not exist or, with ranges, that no row sees.
-    const int n = work.blocks.last;
-    const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n * Config::kKeys;
+    const int n_block = work.n_blocks.last;
+    const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n_block * Config::kKeys;
     float shrink[s.kLaneRows];
     softmax = Softmax<Config>(softmax.scale_log2);
     has_output = false;
-    add_other_part(s);
+    add_other_half(s);
     add_bias(s, bias);
-    make_scores<Config>(s, p, work, warp_row, n, cut);
+    make_scores<Config>(s, p, work, warp_row, n_block, masked);
     softmax.update(s, shrink);
-    drop<Config>(s, p, work.tile, warp_row, n);
+    drop<Config>(s, p, work.tile, warp_row, n_block);
     probabilities = pack<T>(s);
     if (end < Config::kKeys) {
       shared.v_ring.wait_full(v_at);
@@ -171,30 +187,31 @@ struct Consumer {
     }
   }
 
-  // Adds P(n + 1) V(n + 1) to O and computes P(n). kCut: whether the mask hides something in block n.
+  // A step of the mainloop: adds P(n + 1) V(n + 1) to O and computes P(n). kMasked: whether the mask hides something in
+  // block n.
   //
   // The wait for K(n - 1) is a branch, and the compiler hoists the wait for a product up to the branch before it. So
   // this one stands between the exponentials, of which the first part then overlaps with P V. O is rescaled at the end:
   // between the two products, that would delay the second. Keeping Q in registers gains hardly anything.
-  template <bool kCut>
-  __device__ void step(const Work& work, int n, bool is_last) {
+  template <bool kMasked>
+  __device__ void step(const Work& work, int n_block, bool is_last) {
     Scores<Config> s;
     float shrink[s.kLaneRows];
-    await_turn();
+    order.wait();
     fence(o, probabilities);
     start_scores(s);
     shared.v_ring.wait_full(v_at);
     fence(o, probabilities);
     start_output();
-    pass_turn();
-    BlockBias<Config> bias(p.problem, work, warp_row, n);  // loaded from global memory while the products run
+    order.pass_on();
+    BlockBias<Config> bias(p.problem, work, warp_row, n_block);  // loaded from global memory while the products run
     const TiledBias tiled_bias = load_bias();
     wait_gemms<1>(s);
     release_keys();
     if (Config::kQueryStages == 1 && is_last) release_queries();
-    add_other_part(s);
+    add_other_half(s);
     add_bias(s, tiled_bias);
-    make_scores<Config>(s, bias, p, work, warp_row, n, kCut);
+    make_scores<Config>(s, bias, p, work, warp_row, n_block, kMasked);
     bool grown = true;
     if constexpr (Config::kRarelyRescales) {
       // Probabilities may then reach 2^8, which is far from overflow, even in fp16. Where row_max is an output, the
@@ -212,7 +229,7 @@ struct Consumer {
     release(shared.v_ring, v_at);
 #pragma unroll
     for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) softmax.exponentiate(s, r);
-    drop<Config>(s, p, work.tile, warp_row, n);
+    drop<Config>(s, p, work.tile, warp_row, n_block);
     probabilities = pack<T>(s);
     if (grown) o.scale_rows(shrink);
   }
@@ -243,81 +260,96 @@ struct Consumer {
       ptx::fence_async_shared();
       ptx::sync_barrier<kWarpgroup>(own_barrier());
       if (!leads()) return;
-      store_async<kWarpgroupRows>(shared.out, row0, maps.out, work.seq.q.first + work.tile.row0 + row0, work.tile.head,
-                                  work.seq.q.batch);
+      store_async<kWarpgroupRows>(shared.out, row0, launch.out, work.seq.q.first + work.tile.row0 + row0,
+                                  work.tile.head, work.seq.q.batch);
     }
   }
 
-  // Computes a tile from its first scores to the probabilities of the last key block; the product of these with V is
-  // left to run().
-  __device__ void walk_blocks(Scores<Config>& s, const Work& work, const Walk& walk) {
-    const auto [_, blocks, whole] = walk;
-    int n = blocks.last;
+  // Turns the first scores of a tile into probabilities. Its last P V, and the first scores of the next tile, are
+  // started in the epilogue.
+  __device__ void prologue(Scores<Config>& s, const Work& work, const NBlocks& n_blocks) {
+    const auto [first, last] = n_blocks.all;
     const TiledBias bias = load_bias();
     release_keys();
-    if (Config::kQueryStages == 1 && n == blocks.first) release_queries();
-    begin(s, bias, work, !whole.covers(n));
-    if (n > blocks.first) shared.k_ring.wait_full(k_at);
-    for (--n; n >= blocks.first;) {
+    if (Config::kQueryStages == 1 && last == first) release_queries();
+    make_first_probabilities(s, bias, work, !n_blocks.unmasked.covers(last));
+    if (last > first) shared.k_ring.wait_full(k_at);
+  }
+
+  // Computes the other n_blocks of a tile, but for the product of the last probabilities with V.
+  __device__ void mainloop(const Work& work, const NBlocks& n_blocks) {
+    const auto [first, last] = n_blocks.all;
+    const auto& unmasked = n_blocks.unmasked;
+    for (int n = last - 1; n >= first;) {
 #pragma unroll 1
-      for (; n >= blocks.first && !whole.covers(n); --n) step<true>(work, n, n == blocks.first);
+      for (; n >= first && !unmasked.covers(n); --n) step<true>(work, n, n == first);
 #pragma unroll 1
-      for (; n >= blocks.first && whole.covers(n); --n) step<false>(work, n, n == blocks.first);
+      for (; n >= first && unmasked.covers(n); --n) step<false>(work, n, n == first);
     }
     if (Config::kQueryStages > 1) release_queries();
     q_at.advance();
   }
 
   // Waits for the last block of V that the tile visits, and zeroes its values before the first key that some row sees.
-  __device__ void await_last_values(const Work& work, const Walk& walk) {
+  __device__ void await_last_values(const Work& work, const NBlocks& n_blocks) {
     shared.v_ring.wait_full(v_at);
-    const int unseen = work.seen.first - walk.blocks.first * Config::kKeys;
+    const int unseen = work.seen.first - n_blocks.all.first * Config::kKeys;
     if (unseen > 0) clear_rows(shared.v[v_at.stage], 0, unseen, own_barrier());
   }
 
+  // Starts the last P V of a tile and the first scores of the next, stores the results of the one, and goes on to the
+  // other.
+  __device__ void epilogue(Scores<Config>& s, const Work*& work, NBlocks& n_blocks) {
+    await_last_values(*work, n_blocks);
+    order.wait();
+    fence(o, probabilities);
+    start_output();
+    const Work& done = *work;
+    const auto done_at = work_at;
+    work_at.advance();
+    work = &next_work();
+    start_first_scores(s, *work);
+    order.pass_on();
+    n_blocks = n_blocks_of(*work);
+    softmax.finish();
+    add_sinks<Config>(softmax, p, done, warp_row);
+    wait_gemms<1>(o);
+    release(shared.v_ring, v_at);
+    normalize<Config>(o, p, softmax);
+    // Before store_out: while that rounds O, its registers become free.
+    if (p.out_lo.data != nullptr) store_rows_to<Residue<T>>(p.out_lo, done);
+    store_out(done);
+    // After store_out, or else the fence there would wait for these stores.
+    if (Config::cluster_rank() == 0) store_lse<Config>(p, done, warp_row, softmax);
+    __syncwarp();
+    if (lane_id() == 0) shared.work_ring.release(done_at);
+    wait_gemms<0>(s);
+  }
+
+  // Time goes from left to right; each warpgroup starts its products when WarpgroupOrder lets it, here with three
+  // n_blocks in a tile:
+  //
+  //   producer:    Q K2 | K1 | V2  | K0 | V1  | next K2 | V0, next Q |
+  //   warpgroup 0:   | S2 | exp P2 | S1, O += P2 V2 | exp P1 | S0, O += P1 V1 | exp P0 | O += P0 V0, next S2 | store O
+  //   warpgroup 1:        | S2 | exp P2 | S1, O += P2 V2 | exp P1 | S0, O += P1 V1 | exp P0 | O += P0 V0, next S2 | ..
+  //                  prologue           | mainloop                                          | epilogue
   __device__ void run() {
     Scores<Config> s;
-    if (rank == Config::kConsumers - 1) pass_turn();
-    await_turn();
+    order.begin();
+    order.wait();
     const Work* work = &next_work();
     start_first_scores(s, *work);
-    pass_turn();
-    Walk walk = walk_of(*work);
+    order.pass_on();
+    NBlocks n_blocks = n_blocks_of(*work);
     wait_gemms<0>(s);
-
-    while (walk.exists) {
-      walk_blocks(s, *work, walk);
-      await_last_values(*work, walk);
-      await_turn();
-      fence(o, probabilities);
-      start_output();
-      const Work& done = *work;
-      const auto done_at = work_at;
-      if constexpr (Config::kManyTiles) {
-        work_at.advance();
-        work = &next_work();
-        start_first_scores(s, *work);
-      }
-      pass_turn();
-      if constexpr (Config::kManyTiles) walk = walk_of(*work);
-      softmax.finish();
-      add_sinks<Config>(softmax, p, done, warp_row);
-      wait_gemms<Config::kManyTiles ? 1 : 0>(o);
-      release(shared.v_ring, v_at);
-      normalize<Config>(o, p, softmax);
-      // Before store_out: while that rounds O, its registers become free.
-      if (p.out_lo.data != nullptr) store_rows_to<Residue<T>>(p.out_lo, done);
-      store_out(done);
-      // After store_out, or else the fence there would wait for these stores.
-      if (Config::part() == 0) store_lse<Config>(p, done, warp_row, softmax);
-      __syncwarp();
-      if (lane_id() == 0) shared.work_ring.release(done_at);
-      if constexpr (!Config::kManyTiles) break;
-      wait_gemms<0>(s);
+    while (n_blocks.exist) {
+      prologue(s, *work, n_blocks);
+      mainloop(*work, n_blocks);
+      epilogue(s, work, n_blocks);
     }
     if (leads()) ptx::wait_stores_read();  // shared memory must outlive the copies that read it
     // Waits for the other block's last arrival here: it must not reach a block that has exited.
-    if constexpr (Config::kParts == 2) shared.boxes[rank].other_empty.wait(box_at.round ^ 1);
+    if constexpr (Config::kClusterSize == 2) shared.boxes[rank].other_empty.wait(box_at.round ^ 1);
   }
 };
 

@@ -42,14 +42,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<FwdSm90Shared<Config>>();
   if (threadIdx.x == 0) shared.init();
-  Config::kParts == 1 ? __syncthreads() : ptx::sync_cluster();
+  Config::kClusterSize == 1 ? __syncthreads() : ptx::sync_cluster();
   const int rank = warpgroup_id();
   if (rank < Config::kConsumers) {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer<Config>(args, shared, rank).run();
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (warp_id() == Config::kConsumerWarps) Producer<Config>{args, args.params, shared}.run();
+    if (warp_id() < Config::kConsumerWarps + KeySource<Config>::kWarps) Producer<Config>(args, shared).run();
   }
 #endif
 }
@@ -76,7 +76,7 @@ void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(p.plan.blocks),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared),
-                          .cluster = Config::kParts};
+                          .cluster = Config::kClusterSize};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
 }
 

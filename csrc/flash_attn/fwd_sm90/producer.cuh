@@ -1,51 +1,48 @@
-// The producer warp of fwd_sm90: takes tiles and loads their Q, K and V. All lanes find the work of a tile, and
-// lane 0 alone waits for empty stages and starts the copies.
+// The producer of fwd_sm90: asks the scheduler for tiles and has their Q, K and V copied. All lanes find the work of a
+// tile; those that the key source wants (TmaKeys: lane 0) then wait for empty stages and start the copies.
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "flash_attn/fwd/schedule.cuh"
+#include "flash_attn/fwd/steps.cuh"
+#include "flash_attn/fwd_sm90/keys.cuh"
+#include "flash_attn/fwd_sm90/scheduler.cuh"
 #include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/rows.cuh"
-#include "flash_attn/scores/bias_tile.cuh"
 #include "flash_attn/scores/softmax.cuh"
-#include "flash_attn/sequence.cuh"
 #include "ptx/tma.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/vec.cuh"
 
 namespace flash::flash_attn {
 
-// The index-th tile. Tiles come in sections of heads whose keys and values fit the L2 cache together; within a section
-// the longest tiles come first. Entries that share a bias follow one another, so that it is read from DRAM once.
-template <int kRows, bool kBiased>
-__device__ WorkTile ordered_tile(const Problem& p, const FwdSm90Plan& plan, int index) {
-  const int section = plan.section_tiles.divide(index), rest = plan.section_tiles.remainder(index, section);
-  const int slot = plan.section_heads.divide(rest), head = plan.section_heads.remainder(rest, slot);
-  int outer = section * static_cast<int>(plan.section_heads.value) + head;
-  if constexpr (kBiased) {
-    const int shared = plan.sharing.divide(outer), entry = plan.sharing.remainder(outer, shared);
-    outer = entry * static_cast<int>(plan.tiling.head_groups.value) + shared;
-  }
-  return tile_of_slot<kRows>(p, plan.tiling, outer, slot, /*split=*/0, index);
-}
+template <typename Config>
+using TileScheduler =
+    std::conditional_t<Config::kClusterSize == 1, PersistentScheduler<Config>, SingleTileScheduler<Config>>;
+template <typename Config>
+using KeySource = TmaKeys<Config>;
 
 template <typename Config>
 struct Producer {
   using T = typename Config::T;
   using Work = FwdWork<Config>;
   using Shared = FwdSm90Shared<Config>;
-  const FwdSm90Launch& maps;
+  const FwdSm90Launch& launch;
   const FwdSm90Params& p;
   Shared& shared;
+  TileScheduler<Config> scheduler;
+  KeySource<Config> source;
   RingCursor<Config::kQueryStages> q_at;
-  RingCursor<Config::kStages> k_at, v_at;
   RingCursor<2> work_at;
   struct {
-    Span keys;
-    int head, block;
-  } last_v{.block = -1};  // the block of V whose copy is still to be started, if block >= 0
-  int taken;              // what take_tile returned; valid in lane 0
+    typename KeySource<Config>::Keys keys;
+    int n_block;
+  } last_v{.n_block = -1};  // the V whose copy is still to be started, if n_block >= 0
+
+  __device__ Producer(const FwdSm90Launch& launch, Shared& shared)
+      : launch(launch), p(launch.params), shared(shared), scheduler(launch.params), source(launch, shared) {}
 
   __device__ void load_q(const Work& work) {
 #pragma unroll 1
@@ -53,36 +50,14 @@ struct Producer {
       auto& ring = shared.q_rings[rank];
       ring.wait_empty(q_at);
       auto& arrived = ring.expect_tx(q_at, sizeof(typename Shared::OwnRows));
-      load_async(shared.q[q_at.stage][rank], maps.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
+      load_async(shared.q[q_at.stage][rank], launch.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
                  work.tile.head, work.seq.q.batch, arrived, Config::channel());
     }
     q_at.advance();
   }
-  __device__ void load_k(const Work& work, int n) {
-    const Span& keys = work.seq.k;
-    auto& stage = shared.k[k_at.stage];
-    shared.k_ring.wait_empty(k_at);
-    int bytes = sizeof(typename Shared::Keys);
-    if constexpr (Config::kBiased) bytes += bytes_of_bias<typename Shared::Bias>(p.problem.bias.rows);
-    auto& arrived = shared.k_ring.expect_tx(k_at, bytes);
-    load_async(stage, maps.k, keys.first + n * Config::kKeys, work.tile.key_head, keys.batch, arrived,
-               Config::channel());
-    if constexpr (Config::kBiased) {
-      load_bias(stage.bias, maps.bias, p.problem.bias.rows, work.tile.entry, work.tile.head,
-                work.seq.q.first + work.tile.row0, n * Config::kKeys, arrived);
-    }
-    k_at.advance();
-  }
-  __device__ void load_v(const Span& keys, int head, int n) {
-    shared.v_ring.wait_empty(v_at);
-    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
-    load_async(shared.v[v_at.stage], maps.v, keys.first + n * Config::kKeys, head, keys.batch, arrived,
-               Config::channel());
-    v_at.advance();
-  }
   __device__ void load_last_v() {
-    if (last_v.block >= 0) load_v(last_v.keys, last_v.head, last_v.block);
-    last_v.block = -1;
+    if (last_v.n_block >= 0) source.load_v(last_v.keys, last_v.n_block);
+    last_v.n_block = -1;
   }
 
   // Hands the work to the consumers and starts its copies in the order in which they are needed. A tile's last V is
@@ -94,20 +69,20 @@ struct Producer {
     shared.work_ring.full[work_at.stage].arrive();
     work_at.advance();
 
-    const auto [first, last] = work.blocks;
-    const int head = work.tile.key_head;
+    const auto [first, last] = work.n_blocks;
+    const auto keys = source.keys_of(work);
 #pragma unroll 1
-    for (int n = last; n >= first; --n) {
-      if (n == first) taken = take_tile();
-      load_k(work, n);
-      if (n == last) {
+    for (int n_block = last; n_block >= first; --n_block) {
+      if (n_block == first) scheduler.take_next();
+      source.load_k(keys, n_block);
+      if (n_block == last) {
         load_last_v();
         load_q(work);
       } else {
-        load_v(work.seq.k, head, n + 1);
+        source.load_v(keys, n_block + 1);
       }
     }
-    last_v = {work.seq.k, head, first};
+    last_v = {keys, first};
   }
 
   // Writes zeros to the tile's rows of a tensor shaped like out.
@@ -124,34 +99,24 @@ struct Producer {
   __device__ void store_nothing(const Work& work) const {
     store_zeros(p.out, work);
     if (p.out_lo.data != nullptr) store_zeros(p.out_lo, work);
-    if (Config::part() != 0) return;
+    if (Config::cluster_rank() != 0) return;
     const float lse_of_none = lse_of_sink(sink_of(p.problem, work.tile.entry, work.tile.head));
     for (int row = lane_id(); row < work.rows.count; row += 32) {
       store_row<Config>(p, work, row, {lse_of_none, 0}, /*largest=*/-INFINITY);
     }
   }
 
-  // Takes a tile: returns its index less gridDim.x, since tiles 0 .. gridDim.x - 1 are the blocks' first ones. If a
-  // block has only its first tile, the result is past the end.
-  __device__ int take_tile() const {
-    return Config::kManyTiles ? atomicAdd(p.plan.taken, 1) : static_cast<int>(p.plan.tiling.tiles.value);
-  }
-
   __device__ void run() {
-    const int num_tiles = p.plan.tiling.tiles.value;
-    int index = blockIdx.x / Config::kParts;
-    while (index < num_tiles) {
-      const Work work(p, p.plan.tiling, ordered_tile<Config::kRows, Config::kBiased>(p.problem, p.plan, index));
-      const bool has_keys = work.exists() && !work.blocks.empty();
+    while (scheduler.has_tile()) {
+      const Work work(p, p.plan.tiling, scheduler.tile());
+      const bool has_keys = work.exists() && !work.n_blocks.empty();
       if (work.exists() && !has_keys) store_nothing(work);
-      if (lane_id() == 0) has_keys ? load(work) : void(taken = take_tile());
-      index = gridDim.x + __shfl_sync(~0u, taken, 0);
+      if (source.copies()) has_keys ? load(work) : scheduler.take_next();
+      scheduler.advance();
     }
-    if (lane_id() != 0) return;
+    if (!source.copies()) return;
     load_last_v();
-    const bool is_last = index == num_tiles + static_cast<int>(gridDim.x) - 1;
-    // Each block takes one index past the end; the largest of these means that no block will touch the counter again.
-    if (is_last) *p.plan.taken = 0;
+    scheduler.finish();
     shared.work_ring.wait_empty(work_at);
     shared.work[work_at.stage].tile.entry = -1;  // tells the consumers that there is no more work
     shared.work_ring.full[work_at.stage].arrive();

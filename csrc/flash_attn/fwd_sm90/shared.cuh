@@ -35,11 +35,9 @@ struct FwdSm90Config {
   static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
-  static constexpr int kParts = channel_parts(kHeadDim);                                // thread blocks of a cluster
-  static constexpr int kChannels = kHeadDim / kParts, kChannelsV = kHeadDimV / kParts;  // that one thread block has
+  static constexpr int kClusterSize = channel_slices(kHeadDim);  // thread blocks that share a tile
+  static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
-  // Whether a thread block is persistent. The blocks of a cluster would have to agree on the next tile.
-  static constexpr bool kManyTiles = kParts == 1;
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
   // producer does not need to the consumers: 2 * 232 + 40 = 3 * 168, 3 * 160 + 32 = 4 * 128.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
@@ -50,10 +48,10 @@ struct FwdSm90Config {
   // Whether O is rescaled only when a row maximum has grown much. That pays where O has many columns. With fewer,
   // rescaling is hidden by the exponentials, and a branch around it makes the compiler schedule these worse.
   static constexpr bool kRarelyRescales = kChannelsV > 192;
-  static_assert(kParts == 1 || kChannelsV == kChannels);
+  static_assert(kClusterSize == 1 || kChannelsV == kChannels);
 
-  __device__ static int part() { return kParts == 1 ? 0 : ptx::cluster_rank(); }
-  __device__ static int channel() { return part() * kChannels; }  // the thread block's first
+  __device__ static int cluster_rank() { return kClusterSize == 1 ? 0 : ptx::cluster_rank(); }
+  __device__ static int channel() { return cluster_rank() * kChannels; }  // the thread block's first
 };
 
 template <typename Config>
@@ -78,7 +76,7 @@ struct FwdSm90Shared {
   Ring<Config::kQueryStages> q_rings[Config::kConsumers];
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> work_ring;
-  std::conditional_t<(Config::kParts > 1), Boxes, None> boxes;
+  std::conditional_t<(Config::kClusterSize > 1), Boxes, None> boxes;
 
   // Each consumer releases a stage once, by its first thread. The bias beside K and the work are read with ordinary
   // loads, which the end of a product does not cover: there every consumer warp releases for itself.
@@ -87,7 +85,7 @@ struct FwdSm90Shared {
     k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers);
     v_ring.init(Config::kConsumers);
     work_ring.init(Config::kConsumerWarps);
-    if constexpr (Config::kParts > 1) {
+    if constexpr (Config::kClusterSize > 1) {
       for (auto& box : boxes) box.init();
     }
     ptx::fence_barrier_init();

@@ -1,4 +1,4 @@
-// Where two parts divide the channels (channel_parts in fwd/tiles.h), each computes partial sums of Q K^T, and both
+// Where two parts divide the channels (channel_slices in fwd/tiles.h), each computes partial sums of Q K^T, and both
 // need the whole sums. They exchange fragments through shared memory. Both then have identical scores, since a + b = b
 // + a in floating point, too.
 #pragma once

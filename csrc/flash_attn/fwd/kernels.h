@@ -1,0 +1,48 @@
+// What each forward kernel can do: which of its instances take which problems. Which kernel is used is decided by
+// fwd/planner.h.
+#pragma once
+
+#include "flash_attn/features.h"
+#include "flash_attn/head_dims.h"
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+// Scores are scaled products and perhaps a bias, and all rows can be moved in aligned chunks of 16 bytes.
+inline bool is_plain(const FwdParams& p) { return has_plain_products(p.problem) && p.aligned && p.row_max == nullptr; }
+
+struct FwdSm80Kernel {
+  static constexpr Features kInstances[] = {Features::kPlain, Features::kAll};
+
+  static bool takes(Features instance, const FwdParams& p) {
+    if (instance == Features::kAll) return true;
+    return is_plain(p) && !has_bias(p.problem) && !has_ranges(p.problem) && !has_pages(p) &&
+           p.problem.head_dim_v == p.problem.head_dim;
+  }
+  static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
+};
+
+struct DecodeKernel {
+  static constexpr Features kInstances[] = {Features::kPlain, Features::kAll};
+
+  static bool takes(Features instance, const FwdParams& p) {
+    if (instance == Features::kAll) return true;
+    return is_plain(p) && !has_bias(p.problem) && !has_ranges(p.problem) && p.problem.head_dim_v == p.problem.head_dim;
+  }
+  static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
+};
+
+struct FwdSm90Kernel {
+  static constexpr Features kInstances[] = {Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll};
+  static constexpr int kMostBiasedHeadDim = 256;  // the largest with an instance of kBiased
+
+  static bool takes(Features instance, const FwdParams& p) {
+    if (instance == Features::kAll) return true;
+    if (!is_plain(p) || has_pages(p)) return false;
+    if (instance == Features::kBiased) return has_bias(p.problem) && has_tiled_bias<FwdSm90Kernel>(p.problem);
+    return !has_bias(p.problem) && (instance == Features::kRanged || !has_ranges(p.problem));
+  }
+  static HeadDims head_dims(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v); }
+};
+
+}  // namespace flash::flash_attn
