@@ -74,44 +74,28 @@ inline TensorRef<const void> bias_tensor(const Problem& p) {
           .head_dim = 1};
 }
 
-// Whether the kernels of a Plan have an instance of kBiased for a problem, as far as head dims and key ranges go.
-template <typename Plan>
+// Whether a Kernel has an instance of kBiased for a problem, as far as head dims and key ranges go.
+template <typename Kernel>
 bool takes_tiled_bias(const Problem& p) {
   const HeadDims built = sm90_head_dims(p.head_dim, p.head_dim_v);
-  return p.ranges.data == nullptr && built.of_keys == built.of_values && built.of_keys <= Plan::kMostBiasedHeadDim;
+  return p.ranges.data == nullptr && built.of_keys == built.of_values && built.of_keys <= Kernel::kMostBiasedHeadDim;
 }
 
-// Whether the kernels of a Plan can have TMA copy the bias in tiles. Strides may be 0.
-template <typename Plan>
+// Whether a Kernel can have TMA copy the bias in tiles. Strides may be 0.
+template <typename Kernel>
 bool has_tiled_bias(const Problem& p) {
   const TensorRef<const void> bias = bias_tensor(p);
   const bool is_in_tiles =
       bias.data != nullptr && !p.bias.is_bool && p.bias.dtype == p.dtype && is_aligned(bias, /*head_dim=*/8);
-  return is_in_tiles && takes_tiled_bias<Plan>(p);
+  return is_in_tiles && takes_tiled_bias<Kernel>(p);
 }
 
-// Whether they could if the bias were copied to a layout that suits TMA, and no other feature forbids it. An fp32 bias
+// Whether it could if the bias were copied to a layout that suits TMA, and no other feature forbids it. An fp32 bias
 // is not copied: rounded to the queries' type, it would lose bits.
-template <typename Plan>
+template <typename Kernel>
 bool could_tile_bias(const Problem& p) {
   const bool fits = p.bias.is_bool || p.bias.dtype == p.dtype;
-  return fits && bias_tensor(p).data != nullptr && has_plain_products(p) && takes_tiled_bias<Plan>(p);
-}
-
-// Whether instances with less than Features::kAll take the problem's head dim of values, in the kernels of a Plan.
-template <typename Plan>
-bool fits_values(const Problem& p) {
-  return Plan::kPlainHasHeadDimV || p.head_dim_v == p.head_dim;
-}
-
-// The instance that a problem needs among the kernels of a Plan. plain: whether it has no features but key ranges or a
-// bias.
-template <typename Plan>
-Features features_of(const Problem& p, bool plain) {
-  if (!plain) return Features::kAll;
-  if (p.bias.data != nullptr) return has_tiled_bias<Plan>(p) ? Features::kBiased : Features::kAll;
-  if (p.ranges.data == nullptr) return Features::kPlain;
-  return Plan::kHasRanged ? Features::kRanged : Features::kAll;
+  return fits && bias_tensor(p).data != nullptr && has_plain_products(p) && takes_tiled_bias<Kernel>(p);
 }
 
 inline bool all_aligned(const BwdParams& p) {
@@ -120,12 +104,6 @@ inline bool all_aligned(const BwdParams& p) {
          is_aligned(p.v, head_dim_v) && is_aligned(p.out, head_dim_v) &&
          (p.out_lo.data == nullptr || is_aligned(p.out_lo, head_dim_v)) && is_aligned(p.dq, head_dim) &&
          is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim_v);
-}
-
-template <typename Plan>
-Features features_of(const BwdParams& p) {
-  const bool plain = has_plain_products(p.problem) && p.aligned && fits_values<Plan>(p.problem);
-  return features_of<Plan>(p.problem, plain);
 }
 
 }  // namespace flash::flash_attn

@@ -22,29 +22,13 @@
 namespace flash::flash_attn {
 namespace {
 
-template <typename Plan, typename Fn>
-void dispatch_features(Features features, Fn&& fn) {
-  if constexpr (Plan::kMostBiasedHeadDim > 0) {
-    dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll>(features, fn);
-  } else if constexpr (Plan::kHasRanged) {
-    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, fn);
-  } else {
-    dispatch_value<Features::kPlain, Features::kAll>(features, fn);
-  }
-}
-
-// The same for a kernel that says what it takes.
+// Calls fn with the instance that takes a problem, as a constant.
 template <typename Kernel, typename Params, typename Fn>
 void dispatch_instance(const Params& p, Fn&& fn) {
   const auto dispatch = [&]<std::size_t... kIndices>(std::index_sequence<kIndices...>) {
     dispatch_value<Kernel::kInstances[kIndices]...>(instance_for<Kernel>(p), fn);
   };
   dispatch(std::make_index_sequence<std::size(Kernel::kInstances)>());
-}
-
-template <typename Plan>
-HeadDims instance_of(const Problem& p) {
-  return Plan::kPlainHasHeadDimV ? sm90_head_dims(p.head_dim, p.head_dim_v) : sm80_head_dims(p.head_dim, p.head_dim_v);
 }
 
 template <typename Params>
@@ -81,27 +65,22 @@ void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   });
 }
 
-// Beyond 256 channels, the backward is compiled with all features only: elementwise steps take a small share of the
-// time there.
-constexpr Features built_features(int head_dim, Features features) {
-  return head_dim <= 256 ? features : Features::kAll;
-}
-
 template <typename T, int kHeadDim, Features kFeatures, int>
-auto bwd_instance(const BwdSm80Params&) {
-  return run_bwd<T, kHeadDim, built_features(kHeadDim, kFeatures)>;
+auto bwd_instance(const BwdSm80Plan&) {
+  return run_bwd<T, kHeadDim, kFeatures>;
 }
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
-auto bwd_instance(const BwdSm90Params&) {
-  return run_bwd_sm90<T, kHeadDim, built_features(kHeadDim, kFeatures), kHeadDimV>;
+auto bwd_instance(const BwdSm90Plan&) {
+  return run_bwd_sm90<T, kHeadDim, kFeatures, kHeadDimV>;
 }
 
 template <typename Plan>
 void run_bwd_with(const BwdParams& p, const Plan& plan, cudaStream_t stream) {
-  const PlannedBwd<Plan> params{p, plan};
-  dispatch_problem(p.problem, instance_of<Plan>(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
-    dispatch_features<Plan>(features_of<Plan>(p), [&](auto kFeatures) {
-      run_built(bwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(params), params, stream);
+  using Kernel = typename Plan::Kernel;
+  dispatch_problem(p.problem, Kernel::head_dims(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
+    dispatch_instance<Kernel>(p, [&](auto kFeatures) {
+      run_built(bwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(plan), PlannedBwd<Plan>{p, plan},
+                stream);
     });
   });
 }

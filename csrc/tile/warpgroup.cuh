@@ -26,7 +26,7 @@ __device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgr
 
 // Returns the value, but hides from the compiler where it comes from. So what is computed from it is not hoisted out of
 // loops, where it would occupy registers.
-__device__ inline unsigned unkept(unsigned value) {
+__device__ inline unsigned rematerialized(unsigned value) {
   asm volatile("" : "+r"(value));
   return value;
 }

@@ -1,10 +1,12 @@
 """Choices of attention that are pure host code: tiles fit every GPU, plans cover their problem, instances exist."""
 
+import csv
 import dataclasses
 import itertools
 import math
 import pathlib
 import random
+import re
 import runpy
 import typing
 
@@ -608,15 +610,15 @@ class BwdPlan(typing.NamedTuple):
     dq_accum: int  # elements of scratch; so are row_values and semaphores
     row_values: int
     semaphores: int
-    section_heads: int
+    swizzle_heads: int
     waits: bool
     on_sm90: bool
     in_order: bool
     rounds_dq: bool
-    row_order: int
-    section_entries: int = 1
-    head_shares: int = 1
-    row_shares: int = 1
+    m_block_order: int
+    swizzle_entries: int = 1
+    head_splits: int = 1
+    m_splits: int = 1
     key_sums: int = 0
 
 
@@ -660,7 +662,7 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     assert sum(plan[:3]) < 1.01 * 32 * 32768 * 128
 
 
-@pytest.mark.parametrize("group, head_dim, rows, packed, causal, deterministic, section", [
+@pytest.mark.parametrize("group, head_dim, rows, packed, causal, deterministic, swizzle", [
     # dq is rounded
     (1, 64, 1, False, False, False, 32), (1, 64, 512, False, False, False, 32), (1, 64, 512, False, True, False, 64),
     (1, 64, 1024, False, True, False, 32), (1, 64, 2048, False, False, False, 8),
@@ -683,7 +685,7 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     (1, 256, 2048, False, False, False, 8), (1, 256, 8192, False, False, False, 2),
 ])  # fmt: skip
 def test_key_heads_whose_blocks_start_together_on_sm90(
-    host, group, head_dim, rows, packed, causal, deterministic, section
+    host, group, head_dim, rows, packed, causal, deterministic, swizzle
 ):
     """The number of key heads, within bounds, whose q, dout and dq_accum together take so many bytes.
 
@@ -692,7 +694,7 @@ def test_key_heads_whose_blocks_start_together_on_sm90(
     """
     problem = 4, 8 * group, 8, head_dim, rows, rows, packed
     plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True)
-    assert plan.section_heads == section
+    assert plan.swizzle_heads == swizzle
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (64, True), (128, False), (128, True)])
@@ -702,7 +704,7 @@ def test_packed_entries_wait_as_dense_ones_of_the_length_of_the_longest(host, he
         packed = bwd_plan(host, 32, 64, 64, head_dim, 16384, 16384, True, longest=longest, **options)
         dense = bwd_plan(host, 32, 64, 64, head_dim, longest, longest, False, **options)
         rounded = head_dim == 64 and not causal and longest == 16384  # such blocks wait less
-        assert packed.section_heads == (8 if rounded else dense.section_heads)
+        assert packed.swizzle_heads == (8 if rounded else dense.swizzle_heads)
 
 
 @pytest.mark.parametrize(
@@ -714,26 +716,26 @@ def test_packed_entries_take_the_place_of_heads(host, heads_k, packed, determini
     """Where blocks add in order under a causal mask, those of 16 heads, of one or several entries, come together."""
     problem = 32, heads_k, heads_k, 128, 16384, 16384, packed
     options = dict(deterministic=deterministic, has_sm90=True, longest=2048)
-    assert bwd_plan(host, *problem, causal=True, **options).section_entries == entries
-    assert bwd_plan(host, *problem, **options).section_entries == 1
+    assert bwd_plan(host, *problem, causal=True, **options).swizzle_entries == entries
+    assert bwd_plan(host, *problem, **options).swizzle_entries == 1
     wide = 32, heads_k, heads_k, 192, 16384, 16384, packed
-    assert bwd_plan(host, *wide, causal=True, **options).section_entries == 1
+    assert bwd_plan(host, *wide, causal=True, **options).swizzle_entries == 1
 
 
 @pytest.mark.parametrize(
-    ("causal", "longest", "section"), [(False, 2048, 1), (True, 2048, 4), (True, 512, 8), (True, 16384, 2)]
+    ("causal", "longest", "swizzle"), [(False, 2048, 1), (True, 2048, 4), (True, 512, 8), (True, 16384, 2)]
 )
-def test_packed_entries_that_do_not_wait(host, causal, longest, section):
-    """Under a causal mask, sections are made for the rows of the longest entry, otherwise for all."""
+def test_packed_entries_that_do_not_wait(host, causal, longest, swizzle):
+    """Under a causal mask, the swizzle is made for the rows of the longest entry, otherwise for all."""
     plan = bwd_plan(host, 32, 16, 4, 128, 16384, 16384, True, causal=causal, has_sm90=True, longest=longest)
-    assert not plan.waits and plan.section_heads == section
+    assert not plan.waits and plan.swizzle_heads == swizzle
 
 
 @pytest.mark.parametrize("option", ["capped", "ranged"])
 def test_many_key_heads_with_features_start_together_on_sm90(host, option):
-    """Blocks of long rows of head dim 64, which round dq with features: in small sections they wait for one another."""
+    """Blocks of long rows of head dim 64, which round dq with features: with few heads together they wait for one another."""
     plan = bwd_plan(host, 1, 64, 8, 64, 4096, 4096, False, has_sm90=True, **{option: True})
-    assert (plan.rounds_dq, plan.section_heads) == (True, 8)
+    assert (plan.rounds_dq, plan.swizzle_heads) == (True, 8)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -765,17 +767,17 @@ def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
 def test_order_of_rows_on_sm90(host, packed):
     """Plain blocks that wait for no other begin with the first rows, or one block of rows after another.
 
-    Not those that several thread blocks share: these have only the instance that begins with the last rows.
+    Not those that are split: these have only the instance that begins with the last rows.
     """
     for head_dim, seqlen, deterministic, features, causal in itertools.product(
         (40, 64, 128, 256), (512, 4096, 4097), (False, True), ({}, {"capped": True}, {"ranged": True}), (False, True)
     ):
         problem = 2, 4, 4, head_dim, seqlen, seqlen, packed
         plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True, **features)
-        shared = plan.head_shares * plan.row_shares > 1
-        free = head_dim <= 128 and not plan.waits and not features and not shared
+        split = plan.head_splits * plan.m_splits > 1
+        free = head_dim <= 128 and not plan.waits and not features and not split
         rotated = head_dim <= 64 and not causal
-        assert plan.row_order == ((ROTATED if rotated else FIRST_FIRST) if free else LAST_FIRST)
+        assert plan.m_block_order == ((ROTATED if rotated else FIRST_FIRST) if free else LAST_FIRST)
         if head_dim <= 64:
             assert plan.rounds_dq == (not packed and (seqlen <= 4096 or deterministic))
 
@@ -786,11 +788,11 @@ def test_values_of_more_channels_than_keys_have_the_plan_of_their_instance(host,
         problem, tall = (1, 8, 8, head_dim, 16384, 16384, False), (1, 8, 8, head_dim_v, 16384, 16384, False)
         plan = bwd_plan(host, *problem, causal=causal, has_sm90=True, head_dim_v=head_dim_v)
         expected = bwd_plan(host, *tall, causal=causal, has_sm90=True)
-        assert plan._replace(section_heads=expected.section_heads) == expected
+        assert plan._replace(swizzle_heads=expected.swizzle_heads) == expected
 
 
 def test_parts_of_the_scratch_lie_apart(host):
-    """In the order dq_accum, lse_log2, softmax_d, with a bias lse, key_sums, next_block, semaphores."""
+    """In the order dq_accum, lse_log2, softmax_d, with a bias lse, key_sums, next_work, semaphores."""
     for sizes in itertools.product((0, 64, 4096), (0, 128, 1280), (2, 3), (0, 4, 40), (0, 512)):
         accum, rows, arrays, semaphores, key_sums = sizes
         found = numbers(host, 8, "find_bwd_scratch", *sizes)
@@ -800,54 +802,54 @@ def test_parts_of_the_scratch_lie_apart(host):
         assert found == [0, accum, accum + rows, lse, after, counters, counters + 1, counters + 1 + semaphores]
 
 
-@pytest.mark.parametrize("heads, heads_k, head_dim, rows, keys, causal, shares", [
+@pytest.mark.parametrize("heads, heads_k, head_dim, rows, keys, causal, splits", [
     (8, 8, 64, 4096, 77, False, (1, 11)), (24, 24, 128, 4096, 256, False, (1, 2)),  # cross-attention to few keys
     (40, 40, 128, 32768, 512, False, (1, 3)), (8, 8, 256, 4096, 128, False, (1, 6)),
     (8, 8, 64, 64, 77, False, (1, 1)), (8, 8, 128, 64, 64, True, (1, 1)),  # one step, which cannot be divided
     (32, 1, 128, 2048, 2048, True, (16, 1)), (32, 8, 128, 512, 512, True, (4, 1)),  # heads that share a key head
     (6, 2, 128, 4096, 128, False, (3, 5)), (7, 1, 128, 256, 256, False, (7, 2)),
-    (1, 1, 64, 16384, 16384, True, (1, 2)),  # the longest key block alone would take as long as two
-    (1, 1, 64, 16384, 16384, False, (1, 1)), (16, 16, 128, 4096, 4096, False, (1, 1)),  # enough key blocks
+    (1, 1, 64, 16384, 16384, True, (1, 2)),  # the longest n_block alone would take as long as two
+    (1, 1, 64, 16384, 16384, False, (1, 1)), (16, 16, 128, 4096, 4096, False, (1, 1)),  # enough n_blocks
     (8, 8, 128, 512, 512, True, (1, 1)), (12, 12, 64, 1024, 1024, True, (1, 1)),  # little work
 ])  # fmt: skip
-def test_shares_of_key_blocks(host, heads, heads_k, head_dim, rows, keys, causal, shares):
-    """Into how many shares a key block is divided: by its query heads, and by its rows."""
+def test_splits_of_n_blocks(host, heads, heads_k, head_dim, rows, keys, causal, splits):
+    """Into how many splits an n_block is divided: by its query heads, and by its m_blocks."""
     plan = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal, has_sm90=True)
-    assert (plan.head_shares, plan.row_shares) == shares
-    divided = math.prod(shares) > 1
-    assert plan.key_sums == divided * 2 * heads_k * keys * head_dim * math.prod(shares)
+    assert (plan.head_splits, plan.m_splits) == splits
+    divided = math.prod(splits) > 1
+    assert plan.key_sums == divided * 2 * heads_k * keys * head_dim * math.prod(splits)
     alone = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal)
-    assert (alone.head_shares, alone.row_shares, alone.key_sums) == (1, 1, 0)
+    assert (alone.head_splits, alone.m_splits, alone.key_sums) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("heads", "keys", "options", "shares"), [
+@pytest.mark.parametrize(("heads", "keys", "options", "splits"), [
     (8, 308, dict(longest=4096), 2), (8, 308, dict(longest=128), 1),
     (8, 1024, dict(), 2), (8, 1024, dict(window=(0, 0)), 1), (8, 1024, dict(window=(4000, 4000)), 2),
     (10, 1280, dict(), 1), (10, 1280, dict(causal=True), 2), (10, 1280, dict(window=(0, -1)), 2),
     (10, 1280, dict(ranged=True), 2),
 ])  # fmt: skip
-def test_shares_depend_on_how_many_rows_see_a_block_of_keys(host, heads, keys, options, shares):
+def test_splits_depend_on_how_many_rows_see_an_n_block(host, heads, keys, options, splits):
     """The rows of the longest packed entry, at most those of a window, and half of them under a causal mask."""
     packed = "longest" in options
     plan = bwd_plan(host, 4 if packed else 1, heads, heads, 128, 4096, keys, packed, has_sm90=True, **options)
-    assert (plan.head_shares, plan.row_shares) == (1, shares)
+    assert (plan.head_splits, plan.m_splits) == (1, splits)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "channels"), [(192, 128, 192), (64, 128, 128), (40, 40, 64)])
-def test_sums_of_shares_have_the_channels_of_the_instance(host, head_dim, head_dim_v, channels):
+def test_sums_of_splits_have_the_channels_of_the_instance(host, head_dim, head_dim_v, channels):
     plan = bwd_plan(host, 1, 4, 4, head_dim, 4096, 77, False, has_sm90=True, head_dim_v=head_dim_v)
-    assert plan.key_sums == 2 * 4 * 77 * channels * plan.row_shares > 0
+    assert plan.key_sums == 2 * 4 * 77 * channels * plan.m_splits > 0
 
 
-def test_shares_leave_no_head_out_and_need_little_memory(host):
+def test_splits_leave_no_head_out_and_need_little_memory(host):
     draw = random.Random(5)
     for _ in range(2000):
         heads_k, group, batch = draw.choice((1, 2, 5, 8)), draw.choice((1, 2, 3, 7, 8, 32)), draw.choice((1, 2, 64))
         rows, keys = (draw.choice((1, 64, 77, 1000, 4096, 100_000)) for _ in "qk")
         problem = batch, heads_k * group, heads_k, draw.choice(ALL_HEAD_DIMS), rows, keys, draw.random() < 0.5
         plan = bwd_plan(host, *problem, causal=draw.random() < 0.5, has_sm90=True, ranged=draw.random() < 0.2)
-        assert group % plan.head_shares == 0 and plan.head_shares * plan.row_shares <= 16
-        assert plan.row_shares <= -(-rows // 64)
+        assert group % plan.head_splits == 0 and plan.head_splits * plan.m_splits <= 16
+        assert plan.m_splits <= -(-rows // 64)
         assert plan.key_sums <= max(plan.dq_accum, 2**24)
 
 
@@ -858,6 +860,78 @@ def test_empty_problems_take_the_portable_backward(host):
     for place in (0, 1, 4, 5):
         empty = tuple(0 if i == place else x for i, x in enumerate(full))
         assert not bwd_plan(host, *empty, has_sm90=True).on_sm90
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cost model of splits, beside what was measured
+
+RECORDS = native.ROOT / "benchmarks"
+CROSS_CASE = re.compile(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)(?: to (\d+))?x(\d+)( causal)?")
+
+
+class Measured(typing.NamedTuple):
+    """A case on an H100, which has 132 multiprocessors."""
+
+    name: str
+    problem: tuple  # as bwd_plan takes it, not packed
+    causal: bool
+    times: dict  # by number of splits, in us
+
+    @classmethod
+    def of(cls, name, times):
+        batch, heads, heads_k, rows, keys, head_dim, causal = CROSS_CASE.fullmatch(name).groups()
+        sizes = (batch, heads, heads_k or heads, head_dim, rows, keys or rows)
+        return cls(name, (*map(int, sizes), False), bool(causal), times)
+
+    def plan(self, host):
+        plan = bwd_plan(host, *self.problem, causal=self.causal, has_sm90=True)
+        return plan.head_splits, plan.m_splits
+
+    def steps(self, host, *splits):
+        return host.call("find_split_steps", *self.problem[:6], self.causal, 132, *splits)
+
+
+def rows_of(path):
+    with (RECORDS / path).open() as file:
+        yield from csv.DictReader(file)
+
+
+def ladder():
+    """Without splits, and with as many as were best."""
+    for row in rows_of("ladders/flash_attn_few_keys.csv"):
+        yield Measured.of(row["case"], {1: float(row["before_us"]), int(row["splits"]): float(row["split_us"])})
+
+
+def results(host):
+    """Later times, with as many splits as the plan has."""
+    for row in rows_of("results/flash_attn_h100.csv"):
+        if row["op"] in ("flash_attn_bwd", "flash_attn_cross_bwd") and row["provider"] == "flash_attn":
+            case = Measured.of(row["case"], {})
+            yield case._replace(times={math.prod(case.plan(host)): 1000 * float(row["ms"])})
+
+
+def test_the_cost_model_chooses_the_faster_of_the_plans_that_were_measured(host):
+    """In each row of the ladder. It sees as much gain as was measured, less 2 % at most, and at most twice as much."""
+    for case in ladder():
+        splits = case.plan(host)
+        assert case.times[math.prod(splits)] == min(case.times.values()), case
+        gain = case.times[1] / case.times[math.prod(splits)]
+        estimate = case.steps(host, 1, 1) / case.steps(host, *splits)
+        assert 0.98 * gain <= estimate <= 2 * gain, case
+
+
+def test_a_step_of_the_cost_model_takes_about_as_long_in_all_calls_with_splits(host):
+    """As bwd/cost_model.h says, in us."""
+    seen = 0
+    for case in itertools.chain(ladder(), results(host)):
+        splits = case.plan(host)
+        if math.prod(splits) == 1:
+            continue
+        step = case.times[math.prod(splits)] / case.steps(host, *splits)
+        low, high = (2.5, 3.75) if case.problem[3] <= 128 else (2.6, 5.2)
+        assert low <= step <= high, case
+        seen += 1
+    assert seen >= 25
+
 
 
 # ---------------------------------------------------------------------------------------------------------------------

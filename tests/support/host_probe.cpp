@@ -1,5 +1,5 @@
-// What attention/test_config.py, ops/test_layer_norm_kernels.py and tile/test_common.py call of csrc's host code; needs neither CUDA nor
-// a GPU.
+// What attention/test_config.py, ops/test_layer_norm_kernels.py and tile/test_common.py call of csrc's host code; needs
+// neither CUDA nor a GPU.
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
@@ -165,7 +165,7 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
     const auto plan = std::get<FwdSm90Plan>(plan_fwd_sm90(p, hints).plan);
     answer(features,
            {static_cast<int64_t>(instance_for<FwdSm90Kernel>(p)), static_cast<int64_t>(instance_for<FwdSm80Kernel>(p)),
-            plan.swizzle.entries_of_bias.value, static_cast<int64_t>(features_of<BwdSm90Plan>(bwd)),
+            plan.swizzle.entries_of_bias.value, static_cast<int64_t>(instance_for<BwdSm90Kernel>(bwd)),
             wants_tiled_bias(p, hints), wants_tiled_bias(bwd, bwd_hints)});
   });
 }
@@ -197,10 +197,10 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
   return answer(tile, {found.rows, found.keys, found.warp_keys, found.stages, found.team_warps});
 }
 
-// plan: elements of scratch for dq_accum, row values and semaphores; key heads of a section; whether blocks wait;
+// plan: elements of scratch for dq_accum, row values and semaphores; key heads of the swizzle; whether blocks wait;
 // whether the kernels for sm_90 take the problem; and, of them, whether blocks add in order, whether the main kernel
-// rounds dq, the order of rows; entries of a section; shares of a key block by heads and by rows, and the scratch for
-// their sums.
+// rounds dq, the order of m_blocks; entries of the swizzle; splits of an n_block by heads and by m_blocks, and the
+// scratch for their sums.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
                           int64_t multiprocessors, bool capped, bool ranged, int64_t head_dim_v, int64_t longest,
@@ -228,14 +228,34 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   const auto* portable = std::get_if<BwdSm80Plan>(&chosen);
   const auto* hopper = std::get_if<BwdSm90Plan>(&chosen);
   return answer(plan, {sizes.dq_accum, sizes.row_values, sizes.semaphores,
-                       hopper ? hopper->section_heads : portable->section_heads,
+                       hopper ? hopper->swizzle_heads : portable->swizzle_heads,
                        hopper ? hopper->waits : portable->waits, hopper != nullptr, hopper && hopper->in_order,
-                       hopper && hopper->rounds_dq, hopper ? static_cast<int>(hopper->row_order) : 0,
-                       hopper ? hopper->section_entries : portable->section_entries, hopper ? hopper->head_shares : 1,
-                       hopper ? hopper->row_shares : 1, sizes.key_sums});
+                       hopper && hopper->rounds_dq, hopper ? static_cast<int>(hopper->m_block_order) : 0,
+                       hopper ? hopper->swizzle_entries : portable->swizzle_entries, hopper ? hopper->head_splits : 1,
+                       hopper ? hopper->m_splits : 1, sizes.key_sums});
 }
 
-// offsets: of dq_accum, lse_log2, softmax_d, lse (-1: none), key_sums, next_block, semaphores and the end of the
+// The estimate of a call's time, in steps, with so many splits of each n_block.
+int find_split_steps(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
+                     int64_t seqlen_k, bool causal, int multiprocessors, int of_heads, int of_m_blocks) {
+  Problem p{};
+  p.batch = batch;
+  p.heads = heads;
+  p.heads_k = heads_k;
+  p.head_dim = p.head_dim_v = head_dim;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_k = seqlen_k;
+  p.window_left = kUnbounded;
+  p.window_right = causal ? 0 : kUnbounded;
+  const BwdHints hints{.longest_q = seqlen_q,
+                       .longest_k = seqlen_k,
+                       .deterministic = false,
+                       .has_sm90 = true,
+                       .multiprocessors = multiprocessors};
+  return static_cast<int>(steps_of_call(split_problem(p, hints), {of_heads, of_m_blocks}));
+}
+
+// offsets: of dq_accum, lse_log2, softmax_d, lse (-1: none), key_sums, next_work, semaphores and the end of the
 // scratch, in elements.
 const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t num_row_values, int64_t semaphores,
                              int64_t key_sums, int64_t* offsets) {
@@ -253,7 +273,7 @@ const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t num_r
     return place == nullptr ? -1 : (static_cast<const char*>(place) - reinterpret_cast<const char*>(memory)) / 4;
   };
   return answer(offsets, {offset(used.scratch.dq_accum), offset(used.lse_log2), offset(used.softmax_d),
-                          offset(used.lse), offset(used.scratch.key_sums), offset(used.scratch.next_block),
+                          offset(used.lse), offset(used.scratch.key_sums), offset(used.scratch.next_work),
                           offset(used.scratch.semaphores), sizes.total()});
 }
 

@@ -1,4 +1,4 @@
-// The layout of dq_accum, the fp32 dQ in global memory that key blocks add to.
+// The layout of dq_accum, the fp32 dQ in global memory that n_blocks add to.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // After the main kernel of the backward: rounds dQ from dq_accum, unless the main kernel has done so; adds up dK and dV
-// where several thread blocks have shared a key block; and zeroes dK and dV of keys that no entry uses.
+// where an n_block was split among thread blocks; and zeroes dK and dV of keys that no entry uses.
 //
 // A thread takes 16 channels, a group of DqAccum, of a row of dQ, or of dK and dV.
 #include <cstdint>
@@ -73,17 +73,17 @@ __device__ void finish_dq(const BwdCommonParams& p, const Span& token, int head,
   store_channels(first_token<T>(p.dq, token, head), values, col, problem.head_dim, p.dq.head_dim, p.aligned);
 }
 
-// Stores 16 channels, from `col` on, of dK and dV of a key: zeros if no entry uses it, else what its shares add up to.
+// Stores 16 channels, from `col` on, of dK and dV of a key: zeros if no entry uses it, else what its splits add up to.
 template <typename Config>
 __device__ void finish_key(const BwdCommonParams& p, const Span& key, int head, int col) {
   using T = typename Config::T;
   const bool used = is_used(p.problem, key);
-  if (used && p.plan.shares == 1) return;
+  if (used && p.plan.splits == 1) return;
   const auto finish = [&](bool of_values, const TensorRef<>& x, int cols, float factor) {
     float sums[16] = {};
     if (used && col < cols) {
-      for (int share = 0; share < p.plan.shares; ++share) {
-        const float* from = KeySums<Config::kHeadDim>::address(p.plan, p.problem, of_values, share, key, head, 0) + col;
+      for (int split = 0; split < p.plan.splits; ++split) {
+        const float* from = KeySums<Config::kHeadDim>::address(p.plan, p.problem, of_values, split, key, head, 0) + col;
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
           const Vec<float, 4> quad = load<4>(from + i);
@@ -146,7 +146,7 @@ template <typename Config>
 void launch_bwd_finish(const BwdCommonParams& p, cudaStream_t stream) {
   const Problem& problem = p.problem;
   int64_t blocks = num_dq_blocks<Config>(p);
-  if (may_skip_keys(problem) || p.plan.shares > 1) {
+  if (may_skip_keys(problem) || p.plan.splits > 1) {
     blocks += num_blocks<Config>(num_entries(problem) * problem.heads_k, problem.seqlen_k);
   }
   launch<bwd_finish_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);

@@ -3,10 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <variant>
 
 #include "common/divmod.h"
+#include "flash_attn/bwd/cost_model.h"
+#include "flash_attn/bwd/kernels.h"
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/bwd/tiles.h"
 #include "flash_attn/features.h"
@@ -68,46 +69,43 @@ inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_pe
   constexpr int kLeastRows = 32, kLeastKeys = 16;
   const int64_t entries = p.cu_seqlens_q ? 1 : p.batch, packed_entries = p.cu_seqlens_k ? p.batch : 0;
   const int64_t rows = entries * (p.ranges.heads == 0 ? 1 : p.heads) * rows_per_head;
-  const int64_t key_blocks = ceil_div(int64_t{p.seqlen_k}, kLeastKeys) + packed_entries;
+  const int64_t n_blocks = ceil_div(int64_t{p.seqlen_k}, kLeastKeys) + packed_entries;
   sizes.tiles = rows / kLeastRows * 4;
   sizes.seen = rows * 2;
-  sizes.key_uses = entries * (p.ranges.heads == 0 ? 1 : p.heads_k) * key_blocks *
-                   static_cast<int64_t>(sizeof(KeyUse) / sizeof(float));
+  sizes.key_uses =
+      entries * (p.ranges.heads == 0 ? 1 : p.heads_k) * n_blocks * static_cast<int64_t>(sizeof(KeyUse) / sizeof(float));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Order of key blocks
+// The swizzle
 //
-// A section (key_work in bwd/schedule.cuh) is a number of key heads whose key blocks are taken together, beginning with
-// the first keys. Key blocks of one head read the same rows, which stay in the L2 cache if they run at the same time.
-// But where key blocks wait for one another, those of one head should not start together: hence many heads.
+// The n_blocks of several key heads are taken together, beginning with the first keys (bwd/tile_scheduler.cuh). Those
+// of one head read the same rows, which stay in the L2 cache if they run at the same time. But where n_blocks wait for
+// one another, those of one head should not start together: hence many heads.
 
 // Whether the mask is causal on the right and open on the left: the first keys are seen by most rows and take longest.
 inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && p.window_right != kUnbounded; }
 
 // The head dim of the keys in the instance for sm_90.
-inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
+inline int instance_on_sm90(const Problem& p) { return BwdSm90Kernel::head_dims(p).of_keys; }
 
-// The features of the instance for sm_90, alignment aside.
-inline Features features_on_sm90(const Problem& p) { return features_of<BwdSm90Plan>(p, has_plain_products(p)); }
-
-inline bool is_plain(const Problem& p) { return features_on_sm90(p) == Features::kPlain; }
+inline bool is_plain(const Problem& p) { return instance_for<BwdSm90Kernel>(p) == Features::kPlain; }
 
 // The bytes of q, dout and dq_accum (16, 16 and 32 bits) in so many rows of the query heads that share a key head.
 inline int64_t bytes_of_rows(const Problem& p, int64_t rows) {
   return int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k) * rows;
 }
 
-// How many heads are in a section if key blocks add in the order of their keys. Those of a head that start together
+// How many key heads are taken together if n_blocks add in the order of their keys. Those of a head that start together
 // begin one after the other. Under a causal mask they still end no later than one another, since each has one or two
-// row blocks less than the one before it; then the next ones start together again. There, few key blocks of a head at a
+// m_blocks less than the one before it; then the next ones start together again. There, few n_blocks of a head at a
 // time are worth more than what stays in the L2 cache: as many heads as have 65536 keys. Without a mask, as many as
-// have rows of about 16 MB. Both within bounds. Only key blocks of one entry wait for each other, so the longest one
+// have rows of about 16 MB. Both within bounds. Only n_blocks of one entry wait for each other, so the longest one
 // counts; and if there are fewer than kFewestInOrder key heads, those of several packed entries take their place under
 // a causal mask.
 constexpr int kFewestInOrder = 16;
 
-inline int section_of_blocks_in_order(const Problem& p, const BwdHints& hints, bool rounds_dq) {
+inline int swizzle_in_order(const Problem& p, const BwdHints& hints, bool rounds_dq) {
   const int head_dim = instance_on_sm90(p);
   if (head_dim > 128) return is_causal(p) ? 16 : 8;
   if (is_causal(p)) {
@@ -117,10 +115,10 @@ inline int section_of_blocks_in_order(const Problem& p, const BwdHints& hints, b
   return static_cast<int>(std::clamp<int64_t>((16 << 20) / bytes_of_rows(p, hints.longest_q), least, 32));
 }
 
-// The same if the main kernel rounds dQ, and key blocks other than the first and the last add in any order: as many
+// The same if the main kernel rounds dQ, and n_blocks other than the first and the last add in any order: as many
 // heads as have rows of about 8 MB, within bounds. Under a causal mask more heads pay, and so they do in instances with
 // ranges, which may be causal.
-inline int section_of_rounding_blocks(const Problem& p) {
+inline int swizzle_while_rounding(const Problem& p) {
   const bool causal = is_causal(p);
   const bool waits_little = instance_on_sm90(p) <= 64 && is_plain(p);
   const int64_t least = !waits_little ? 8 : causal ? 2 : 1;
@@ -128,90 +126,76 @@ inline int section_of_rounding_blocks(const Problem& p) {
   return static_cast<int>(heads) * (causal ? 2 : 1);
 }
 
-// The same if no key block waits: as many heads as have rows of about 32 MB, within bounds. Under a causal mask, the
-// longest key blocks take twice the mean time. A section then needs two key blocks for each SM, or else the long ones
-// of the last section would end late. Of packed entries the rows of the longest count then, since key blocks of one
-// section are in few entries at a time; but without a mask it is faster to count all rows.
-inline int section_of_free_blocks(const Problem& p, const BwdHints& hints) {
+// The same if no n_block waits: as many heads as have rows of about 32 MB, within bounds. Under a causal mask, the
+// longest n_blocks take twice the mean time. There must then be two n_blocks for each SM in these heads, or else the
+// long ones of the last heads would end late. Of packed entries the rows of the longest count then, since n_blocks that
+// are taken together are in few entries at a time; but without a mask it is faster to count all rows.
+inline int swizzle_without_waits(const Problem& p, const BwdHints& hints) {
   int64_t heads = (32 << 20) / bytes_of_rows(p, is_causal(p) ? hints.longest_q : p.seqlen_q);
   if (is_causal(p)) heads = std::max(heads, 2 * hints.multiprocessors / ceil_div(int64_t{p.seqlen_k}, 128));
   return static_cast<int>(std::clamp<int64_t>(heads, 1, 8));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Shares of key blocks
+// Splits of n_blocks
 
-// dK and dV that the shares of all key blocks sum, with as many channels as KeySums has.
-inline int64_t key_sums_size(const Problem& p, int shares) {
+// dK and dV that the splits of all n_blocks sum, with as many channels as KeySums has.
+inline int64_t key_sums_size(const Problem& p, int splits) {
   const int64_t keys = int64_t{p.heads_k} * p.seqlen_k * (p.cu_seqlens_k ? 1 : p.batch);
-  return 2 * keys * shares * instance_on_sm90(p);
+  return 2 * keys * splits * instance_on_sm90(p);
 }
 
-// Divides key blocks among thread blocks where there are too few to occupy the GPU: cross-attention to few keys, one
-// key head for many query heads, or one sequence with few heads. The time of a call is estimated in steps, tiles of
-// rows: each thread block does its share of them and needs a few more to start and to end; another kernel adds up the
-// shares, which takes longer the more there are. Under a mask that is open on one side, and with key ranges, which may
-// be one, key blocks have half of the steps on average; thread blocks that are done take the next ones, so that the
-// time is that of the longest one or the mean, whichever is more. More shares must gain 5 %, and their sums may take as
-// much memory as dq_accum, or 64 MB. The numbers fit times on an H100.
-inline void share_key_blocks(BwdSm90Plan& plan, const Problem& p, const BwdHints& hints) {
-  constexpr int kMostShares = 16, kStepsOfBlock = 3, kStepsOfSum = 5;
-  const int head_dim = instance_on_sm90(p), keys = head_dim > 256 ? 64 : 128, group = p.heads / p.heads_k;
-  const int tile_rows = bwd_sm90_tile(head_dim, features_on_sm90(p)).rows;
-  const int64_t places = hints.multiprocessors / (head_dim > 128 ? 2 : 1);  // of thread blocks, or of clusters of two
-  const int64_t per_head = p.cu_seqlens_k ? p.seqlen_k / keys + p.batch : ceil_div(int64_t{p.seqlen_k}, int64_t{keys});
-  const int64_t blocks = per_head * p.heads_k * (p.cu_seqlens_k ? 1 : p.batch);
-  if (blocks > 4 * places) return;  // the last round is short beside the others
+// What bwd/cost_model.h looks at. Key ranges may be those of a causal mask.
+inline SplitProblem split_problem(const Problem& p, const BwdHints& hints) {
+  const int head_dim = instance_on_sm90(p), keys = head_dim > 256 ? 64 : 128;
+  const int tile_rows = bwd_sm90_tile(head_dim, instance_for<BwdSm90Kernel>(p)).rows;
+  const int64_t per_head = p.cu_seqlens_k ? p.seqlen_k / keys + p.batch : ceil_div(int64_t{p.seqlen_k}, keys);
   const bool left = p.window_left != kUnbounded, right = p.window_right != kUnbounded;
-  const bool uneven = left != right || p.ranges.data != nullptr;
   const int64_t band = int64_t{p.window_left} + p.window_right + keys;  // rows that see some of the keys
-  const int64_t row_blocks =
-      ceil_div(left && right ? std::clamp<int64_t>(band, 1, hints.longest_q) : hints.longest_q, int64_t{tile_rows});
+  const int64_t rows = left && right ? std::clamp<int64_t>(band, 1, hints.longest_q) : hints.longest_q;
+  return {.n_blocks = per_head * p.heads_k * (p.cu_seqlens_k ? 1 : p.batch),
+          .m_blocks = ceil_div(rows, tile_rows),
+          .group = p.heads / p.heads_k,
+          .uneven = left != right || p.ranges.data != nullptr,
+          .head_dim = head_dim,
+          .multiprocessors = hints.multiprocessors};
+}
+
+// Splits n_blocks where there are too few to occupy the GPU: cross-attention to few keys, one key head for many query
+// heads, or one sequence with few heads. What the splits sum may take as much memory as dq_accum, or 64 MB.
+inline void split_n_blocks(BwdSm90Plan& plan, const Problem& p, const BwdHints& hints) {
   const int64_t most_memory = std::max(dq_accum_size(p), int64_t{16 << 20});
-  int64_t least = 0;
-  for (int shares = 1; shares <= kMostShares; ++shares) {
-    const int of_heads = std::gcd(shares, group), of_rows = shares / of_heads;
-    if (of_rows > row_blocks || (shares > 1 && key_sums_size(p, shares) > most_memory)) continue;
-    const int64_t steps = group / of_heads * ceil_div(row_blocks, int64_t{of_rows}), all = blocks * shares;
-    const int64_t longest = steps + kStepsOfBlock;
-    int64_t time = uneven ? std::max(longest, ceil_div(all * (steps / 2 + kStepsOfBlock), places))
-                          : ceil_div(all, places) * longest;
-    if (shares > 1) time += kStepsOfSum + all * head_dim / (24 * hints.multiprocessors);
-    if (shares > 1 && time * 20 >= least * 19) continue;
-    least = time, plan.head_shares = of_heads, plan.row_shares = of_rows, plan.shares = shares;
-  }
-  if (plan.shares > 1) plan.row_order = RowOrder::kLastFirst;  // which the instances for shares are compiled for
+  const int64_t most = std::min<int64_t>(kMostSplits, most_memory / key_sums_size(p, 1));
+  const Splits splits = best_splits(split_problem(p, hints), static_cast<int>(most));
+  plan.head_splits = splits.of_heads, plan.m_splits = splits.of_m_blocks, plan.splits = splits.count();
+  if (plan.splits > 1) plan.m_block_order = MBlockOrder::kLastFirst;  // which the instances for splits are compiled for
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Plans
 
-// Whether the kernels for sm_90 take a problem: bwd_sm90, or bwd_sm90_wide for head dims above 128. TMA needs
-// aligned rows and tensors that are not empty.
-inline bool suits_sm90(const BwdParams& p) {
-  const Problem& problem = p.problem;
-  const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
-  return p.aligned && !empty;
+inline bool suits_sm90(const BwdParams& p, const BwdHints& hints) {
+  return hints.has_sm90 && BwdSm90Kernel::takes_any(p);
 }
 
 // As in fwd/planner.h.
 inline bool wants_tiled_bias(const BwdParams& p, const BwdHints& hints) {
-  return hints.has_sm90 && suits_sm90(p) && could_tile_bias<BwdSm90Plan>(p.problem);
+  return suits_sm90(p, hints) && could_tile_bias<BwdSm90Kernel>(p.problem);
 }
 
-// Whether bwd_sm90 may choose the order of rows, which only plain instances are compiled for. With key ranges, the
-// lanes of a warp find the next rows together, last first. In order, all key blocks must visit rows alike.
-inline bool may_reorder_rows(const Problem& p, bool in_order) {
+// Whether bwd_sm90 may choose the order of m_blocks, which only plain instances are compiled for. With key ranges, the
+// lanes of a warp find the next m_blocks together, last first. In order, all n_blocks must visit them alike.
+inline bool may_reorder_m_blocks(const Problem& p, bool in_order) {
   return instance_on_sm90(p) <= 128 && is_plain(p) && !in_order;
 }
 
 // The most keys for which bwd_sm90 rounds dQ: for head dims up to 64, and up to 128.
 constexpr int kMostRoundedKeys64 = 4096, kMostRoundedKeys128 = 2048;
 
-// Whether bwd_sm90 rounds dQ itself. That saves filling dq_accum with zeros and a pass that reads it, but key
-// blocks then wait for one another and all start with the same rows: it gains where there are few keys and loses where
-// there are many. Head dim 64 gains with any number of keys where key blocks wait anyway. Not for packed entries: the
-// first key block stores whole boxes of rows, which would overwrite rows of the next entry.
+// Whether bwd_sm90 rounds dQ itself. That saves filling dq_accum with zeros and a pass that reads it, but then
+// n_blocks wait for one another and all start with the same rows: it gains where there are few keys and loses where
+// there are many. Head dim 64 gains with any number of keys where n_blocks wait anyway. Not for packed entries: the
+// first n_block stores whole boxes of rows, which would overwrite rows of the next entry.
 inline bool rounds_dq(const Problem& p, bool in_order) {
   const int head_dim = instance_on_sm90(p);
   const int most_keys = head_dim > 128  ? 0
@@ -221,19 +205,20 @@ inline bool rounds_dq(const Problem& p, bool in_order) {
   return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
 }
 
-// Key blocks that add to the same rows of dQ at the same time contend for them, so they should start at different rows.
-// Under a mask, the first rows that see a key block differ anyway (kFirstFirst). Without one, only head dim 64 gains
-// from rotated rows. Key blocks that wait for one another must visit the rows that they share in the same order.
-inline RowOrder row_order(const Problem& p, const BwdSm90Plan& plan) {
-  if (plan.waits || !may_reorder_rows(p, plan.in_order)) return RowOrder::kLastFirst;
+// Where n_blocks add to the same rows of dQ at the same time, they contend for them, so they should start at different
+// rows. Under a mask, the first rows that see an n_block differ anyway (kFirstFirst). Without one, only head dim 64
+// gains from rotated rows. If n_blocks wait for one another, they must visit the rows that they have in common in the
+// same order.
+inline MBlockOrder m_block_order(const Problem& p, const BwdSm90Plan& plan) {
+  if (plan.waits || !may_reorder_m_blocks(p, plan.in_order)) return MBlockOrder::kLastFirst;
   const bool masked = p.window_left != kUnbounded || p.window_right != kUnbounded;
-  return masked || instance_on_sm90(p) > 64 ? RowOrder::kFirstFirst : RowOrder::kRotated;
+  return masked || instance_on_sm90(p) > 64 ? MBlockOrder::kFirstFirst : MBlockOrder::kRotated;
 }
 
 inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
   BwdSm80Plan plan{};
-  plan.waits = hints.deterministic && p.seqlen_q > 0;  // without rows, bwd_prepare does not run to clear next_block
-  plan.section_heads = is_causal(p) ? 16 : plan.waits ? 8 : 1;
+  plan.waits = hints.deterministic && p.seqlen_q > 0;  // without rows, bwd_prepare does not run to clear next_work
+  plan.swizzle_heads = is_causal(p) ? 16 : plan.waits ? 8 : 1;
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan, {.dq_accum = dq_accum_size(p), .semaphores = plan.waits ? num_semaphores(p) : 0}};
 }
@@ -243,28 +228,27 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   plan.in_order = hints.deterministic;
   plan.rounds_dq = rounds_dq(p, plan.in_order);
   plan.waits = plan.in_order || plan.rounds_dq;
-  plan.row_order = row_order(p, plan);
-  plan.section_heads = plan.in_order    ? section_of_blocks_in_order(p, hints, plan.rounds_dq)
-                       : plan.rounds_dq ? section_of_rounding_blocks(p)
-                                        : section_of_free_blocks(p, hints);
+  plan.m_block_order = m_block_order(p, plan);
+  plan.swizzle_heads = plan.in_order    ? swizzle_in_order(p, hints, plan.rounds_dq)
+                       : plan.rounds_dq ? swizzle_while_rounding(p)
+                                        : swizzle_without_waits(p, hints);
   if (plan.in_order && is_causal(p) && p.cu_seqlens_k != nullptr && instance_on_sm90(p) <= 128) {
-    plan.section_entries = ceil_div(kFewestInOrder, p.heads_k);
+    plan.swizzle_entries = ceil_div(kFewestInOrder, p.heads_k);
   }
   plan.blocks = hints.multiprocessors;
-  share_key_blocks(plan, p, hints);
+  split_n_blocks(plan, p, hints);
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan,
           {.dq_accum = dq_accum_size(p),
            .row_values = heads_of_all_entries(p) * plan.scratch.rows_per_head,
            .num_row_values = p.bias.data == nullptr ? 2 : 3,
            .semaphores = plan.waits ? num_semaphores(p) : 0,
-           .key_sums = plan.shares > 1 ? key_sums_size(p, plan.shares) : 0}};
+           .key_sums = plan.splits > 1 ? key_sums_size(p, plan.splits) : 0}};
 }
 
 // Chooses the kernel and the plan of a problem, and says how much scratch it takes.
 inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
-  BwdChoice choice =
-      hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
+  BwdChoice choice = suits_sm90(p, hints) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
   add_ranges(choice.scratch, p.problem, padded_rows_per_head(p.problem));
   return choice;
 }
@@ -280,7 +264,7 @@ inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& 
     scratch.key_uses = reinterpret_cast<KeyUse*>(ranges + sizes.tiles + sizes.seen);
     scratch.dq_accum = memory;
     scratch.key_sums = key_sums;
-    scratch.next_block = counters;
+    scratch.next_work = counters;
     scratch.semaphores = counters + 1;
   };
   std::visit([&](auto& chosen) { use(chosen.scratch); }, plan);

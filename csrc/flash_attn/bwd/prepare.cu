@@ -1,7 +1,7 @@
 // Before the main kernel of the backward:
 //
 // - computes softmax_d, the row sums of dO * O less the gradient of lse, where O is out + out_lo if there is an out_lo;
-// - zeroes dq_accum or, if the main kernel rounds dQ, dQ of rows that see no key; and the semaphores and next_block;
+// - zeroes dq_accum or, if the main kernel rounds dQ, dQ of rows that see no key; and the semaphores and next_work;
 // - for the kernels for sm_90, stores lse and softmax_d in the padded layout of BwdScratch.
 //
 // kLanes threads share a row, each with kLaneChunks chunks of 8 channels, and load several rows at a time. The rows are
@@ -234,7 +234,7 @@ __device__ void prepare_in_steps(const BwdCommonParams& p, int outer, int64_t fi
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ BwdCommonParams p) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.plan.scratch.next_block = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.plan.scratch.next_work = 0;
   const int blocks_per_head = blocks_for(softmax_d_per_head(p.problem), Config::kRows);
   const int outer = blockIdx.x / blocks_per_head;
   const int64_t first = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;

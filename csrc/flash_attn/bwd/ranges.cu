@@ -1,6 +1,6 @@
 // Key ranges in the backward. Two small kernels run before the others. find_seen_kernel finds the interval of keys that
 // each row sees and, for each tile of rows, the smallest interval that holds these and the largest that lies in all of
-// them. find_key_uses_kernel then finds for each key block which tiles of rows see it, and which of its keys no row
+// them. find_key_uses_kernel then finds for each n_block which tiles of rows see it, and which of its keys no row
 // sees.
 #include <cstdint>
 
@@ -8,8 +8,8 @@
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/bwd/ranges.cuh"
 #include "flash_attn/bwd/rows.h"
-#include "flash_attn/bwd/schedule.cuh"
 #include "flash_attn/bwd/scratch.cuh"
+#include "flash_attn/bwd/tile_scheduler.cuh"
 #include "flash_attn/params.h"
 #include "flash_attn/scores/mask.cuh"
 #include "flash_attn/sequence.cuh"
@@ -92,12 +92,12 @@ __device__ uint32_t bits_of(const Interval& interval, int first) {
   return low_bits(interval.last + 1 - first) & ~low_bits(interval.first - first);
 }
 
-// Fills BwdScratch::key_uses; one warp for each key block.
+// Fills BwdScratch::key_uses; one warp for each n_block.
 __global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __grid_constant__ BwdRangesParams p) {
   const Problem& problem = p.problem;
   const BwdScratch& scratch = p.plan.scratch;
   const int tile_rows = p.tile_rows, tile_keys = p.tile_keys;
-  const int per_head = blocks_per_head(problem, tile_keys), heads = ranged_key_heads(problem);
+  const int per_head = n_blocks_per_head(problem, tile_keys), heads = ranged_key_heads(problem);
   const bool packed = problem.cu_seqlens_k != nullptr;
   const int64_t index = int64_t{blockIdx.x} * kSeenWarps + warp_id(), outer = index / per_head;
   if (outer >= num_entries(problem) * heads) return;
@@ -112,7 +112,7 @@ __global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __gri
   const int query_heads = ranged_heads(problem) / heads, first_head = static_cast<int>(outer % heads) * query_heads;
   const auto rows_of = [&](int head) { return seen_index(problem, scratch, seq.q, entry, head); };
 
-  Interval used = no_keys();  // an interval of row blocks: those that see the keys
+  Interval used = no_keys();  // an interval of m_blocks: those that see the keys
   bool all_live = false;
   for (int head = first_head; head < first_head + query_heads; ++head) {
     const int4* tiles = problem.ranges.of_tiles + rows_of(head) / tile_rows;
@@ -146,7 +146,7 @@ __global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __gri
     for (int lanes = 1; lanes < 32; lanes *= 2) live[i] |= __shfl_xor_sync(~0u, live[i], lanes);
     if (lane_id() == i) use.live[i] = live[i];
   }
-  if (lane_id() == 0) use.first_rows = used.first, use.last_rows = used.last;
+  if (lane_id() == 0) use.first_m = used.first, use.last_m = used.last;
 }
 
 }  // namespace
@@ -155,13 +155,13 @@ void run_bwd_ranges(const BwdCommonParams& p, int tile_rows, int tile_keys, cuda
   const Problem& problem = p.problem;
   const int64_t entries = num_entries(problem);
   const int64_t tiles = entries * ranged_heads(problem) * (p.plan.scratch.rows_per_head / tile_rows);
-  const int64_t key_blocks = entries * ranged_key_heads(problem) * blocks_per_head(problem, tile_keys);
+  const int64_t n_blocks = entries * ranged_key_heads(problem) * n_blocks_per_head(problem, tile_keys);
   const auto shape = [](int64_t warps) {
     return LaunchShape{.grid = dim3(blocks_for(warps, kSeenWarps)), .block = dim3(kSeenThreads)};
   };
   const BwdRangesParams params{p, tile_rows, tile_keys};
   launch<find_seen_kernel>(shape(tiles), params, stream);
-  launch<find_key_uses_kernel>(shape(key_blocks), params, stream);
+  launch<find_key_uses_kernel>(shape(n_blocks), params, stream);
 }
 
 }  // namespace flash::flash_attn

@@ -1,15 +1,15 @@
 // Key ranges in the backward: how the main kernels read what bwd/ranges.cu has found.
 //
-// A key block visits the tiles of rows whose bound (TileSeen::any) touches it. The key blocks that add to dQ of a tile
-// are thus contiguous, which AddOrder needs. The tiles that a key block visits need not be: it walks from the first to
+// An n_block visits the tiles of rows whose bound (TileSeen::any) touches it. The n_blocks that add to dQ of a tile
+// are thus contiguous, which DqOrder needs. The tiles that an n_block visits need not be: it walks from the first to
 // the last and skips those between that do not touch it; a warp checks 32 at a time.
 #pragma once
 
 #include <cstdint>
 
 #include "flash_attn/bwd/plan.h"
-#include "flash_attn/bwd/schedule.cuh"
 #include "flash_attn/bwd/scratch.cuh"
+#include "flash_attn/bwd/tile_scheduler.cuh"
 #include "flash_attn/features.h"
 #include "flash_attn/params.h"
 #include "flash_attn/scores/mask.cuh"
@@ -35,11 +35,12 @@ struct TileSeen {
 // The intervals of two adjacent rows of BwdScratch::seen in one 16-byte load: the index of the first must be even.
 __device__ inline int4 seen_by_two(const Interval* rows) { return *reinterpret_cast<const int4*>(rows); }
 
-// The index of a block of keys among BwdScratch::key_uses.
-__device__ inline int64_t key_use_index(const Problem& p, const KeyWork& work, int block_keys) {
-  const int per_head = blocks_per_head(p, block_keys), heads = ranged_key_heads(p), head = heads == 1 ? 0 : work.head_k;
-  if (p.cu_seqlens_k == nullptr) return (int64_t{work.entry} * heads + head) * per_head + work.block;
-  return int64_t{head} * per_head + __ldg(p.cu_seqlens_k + work.entry) / block_keys + work.entry + work.block;
+// The index of an n_block among BwdScratch::key_uses.
+__device__ inline int64_t key_use_index(const Problem& p, const NBlock& n_block, int block_keys) {
+  const int per_head = n_blocks_per_head(p, block_keys), heads = ranged_key_heads(p),
+            head = heads == 1 ? 0 : n_block.head_k;
+  if (p.cu_seqlens_k == nullptr) return (int64_t{n_block.entry} * heads + head) * per_head + n_block.index;
+  return int64_t{head} * per_head + __ldg(p.cu_seqlens_k + n_block.entry) / block_keys + n_block.entry + n_block.index;
 }
 
 }  // namespace flash::flash_attn

@@ -7,7 +7,7 @@
 
 namespace flash::flash_attn {
 
-// With key ranges: finds which keys each row and tile of rows sees, and which rows see each key block, for a main
+// With key ranges: finds which keys each row and tile of rows sees, and which rows see each n_block, for a main
 // kernel with tiles of these sizes (bwd/ranges.cu).
 void run_bwd_ranges(const BwdCommonParams& p, int tile_rows, int tile_keys, cudaStream_t stream);
 

@@ -43,13 +43,13 @@ __host__ __device__ inline int64_t num_key_heads(const Problem& p) {
   return int64_t{p.heads_k} * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
 }
 
-// fp32 sums of dK and dV: (dK or dV, shares of a key block, keys of all heads and entries, kHeadDim channels).
+// fp32 sums of dK and dV: (dK or dV, splits of an n_block, keys of all heads and entries, kHeadDim channels).
 template <int kHeadDim>
 struct KeySums {
-  static __device__ float* address(const BwdCommonPlan& plan, const Problem& p, bool of_values, int share,
+  static __device__ float* address(const BwdCommonPlan& plan, const Problem& p, bool of_values, int split,
                                    const Span& k, int head, int key) {
     const int64_t index = (k.batch * p.heads_k + head) * p.seqlen_k + k.first + key;
-    const int64_t all = num_key_heads(p) * p.seqlen_k, outer = (of_values ? plan.shares : 0) + share;
+    const int64_t all = num_key_heads(p) * p.seqlen_k, outer = (of_values ? plan.splits : 0) + split;
     return plan.scratch.key_sums + (outer * all + index) * kHeadDim;
   }
 };
@@ -81,7 +81,7 @@ __device__ inline int64_t seen_index(const Problem& p, const BwdScratch& scratch
   return (q.batch * ranged_heads(p) + own_head) * scratch.rows_per_head + padded_start(p, q.first, entry);
 }
 
-// The first semaphore of the row block that starts at a padded index. A row block of 64 rows or more also owns the next
+// The first semaphore of the m_block that starts at a padded index. An m_block of 64 rows or more also owns the next
 // one.
 __device__ inline int* semaphore_at(const BwdScratch& scratch, int64_t padded_index) {
   return scratch.semaphores + padded_index / kSemaphoreRows;

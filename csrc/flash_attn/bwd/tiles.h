@@ -25,19 +25,25 @@ constexpr BwdTile bwd_tile(int head_dim, bool compact) {
   return compact ? BwdTile{32, 16, 16, 1, 2} : BwdTile{32, 32, 16, 1};
 }
 
-// A tile of bwd_sm90. Each of its two consumer warpgroups has 64 of the keys. If staggered, one works half a step
-// behind the other: faster with 128 rows, where exponentials take long, and slower with 64. Tiles of bwd_sm90_wide
-// have 64 rows, too.
+// How the two consumer warpgroups of bwd_sm90 go through their steps.
+enum class WarpgroupSchedule {
+  kCooperative,  // side by side: they meet in each step, before dQ, which reads dS of both
+  kPingpong,     // the second half a step behind the first, so that one multiplies while the other exponentiates
+};
+
+// A tile of bwd_sm90. Each of its two consumer warpgroups has 64 of the keys. Ping-pong is faster with 128 rows, where
+// exponentials take long, and slower with 64. Tiles of bwd_sm90_wide have 64 rows, too.
 struct BwdSm90Tile {
   int rows;
   int keys;
-  bool staggered;
+  WarpgroupSchedule schedule;
 };
 
 // 128 rows leave no registers for dropout and score transforms.
 constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
   const bool tall = head_dim <= 64 && has_plain_scores(features);
-  return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, false};
+  return tall ? BwdSm90Tile{128, 128, WarpgroupSchedule::kPingpong}
+              : BwdSm90Tile{64, 128, WarpgroupSchedule::kCooperative};
 }
 
 }  // namespace flash::flash_attn

@@ -1,5 +1,5 @@
-// What the computing warpgroups of both backward kernels for sm_90 share: waiting for tiles and zeroing their unseen
-// rows, turning scores into probabilities, and storing dK and dV.
+// What the computing warpgroups of both backward kernels for sm_90 have in common: waiting for tiles and zeroing their
+// unseen rows, turning scores into probabilities, and the epilogue, which stores dK and dV.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 #include "flash_attn/bwd/elementwise.cuh"
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/bwd_sm90/barriers.cuh"
-#include "flash_attn/bwd_sm90/block.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
+#include "flash_attn/bwd_sm90/work.cuh"
 #include "flash_attn/features.h"
 #include "flash_attn/params.h"
 #include "flash_attn/scores/bias_tile.cuh"
@@ -57,8 +58,8 @@ struct DeadKeys {
 };
 
 template <typename Config>
-__device__ DeadKeys dead_keys(const BwdSm90Params& p, const KeyBlock<Config>& block, int first) {
-  return {block.key_use(p).live + (first - block.cluster_keys.first) / 32};
+__device__ DeadKeys dead_keys(const BwdSm90Params& p, const NBlockWork<Config>& work, int first) {
+  return {work.key_use(p).live + (first - work.cluster_keys.first) / 32};
 }
 
 // The blocks of kSize that lie in an interval.
@@ -78,30 +79,30 @@ struct BwdConsumer {
   static constexpr bool kBiased = Config::kFeatures == Features::kBiased;
   const BwdSm90Params& p;
   Shared& shared;
-  const KeyBlock<Config>& block;
+  const NBlockWork<Config>& work;
   const int rank;  // of the warpgroup
-  const int key0;  // the warp's first key in the key block
+  const int key0;  // the warp's first key in the n_block
   typename Ring<Config::kStages>::Cursor at = {};
   // Computed once, so that no step waits for the arithmetic: whether all rows that are visited see some key, and the
-  // row blocks that need no mask. With key ranges, both follow from each tile's TileSeen instead.
-  const unsigned all_live = unkept(live_rows().covers(rows_of_block()));
+  // m_blocks that need no mask. With key ranges, both follow from each tile's TileSeen instead.
+  const unsigned all_live = rematerialized(live_rows().covers(rows_of_block()));
   const Interval whole_blocks = blocks_in<Config::kBlockM>(whole_rows());
 
-  // The rows of the entry that see some key, of any key block.
-  __device__ Interval live_rows() const { return block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1}); }
+  // The rows of the entry that see some key, of any n_block.
+  __device__ Interval live_rows() const { return work.mask.rows_that_see(Interval{0, work.mask.seqlen_k - 1}); }
 
   __device__ Interval rows_of_block() const {
-    return {block.row_blocks.first * Config::kBlockM, block.row_blocks.last * Config::kBlockM + Config::kBlockM - 1};
+    return {work.m_blocks.first * Config::kBlockM, work.m_blocks.last * Config::kBlockM + Config::kBlockM - 1};
   }
 
-  // The rows that see all keys of the key block. Rows past the last of the entry count, too: their lse of +inf makes
+  // The rows that see all keys of the n_block. Rows past the last of the entry count, too: their lse of +inf makes
   // their probabilities 0 without a mask. Not so with a tiled bias, which for them is that of other rows and may be NaN
   // or inf.
   __device__ Interval whole_rows() const {
-    const Mask& mask = block.mask;
-    if (block.keys.last >= mask.seqlen_k) return {0, -1};
+    const Mask& mask = work.mask;
+    if (work.keys.last >= mask.seqlen_k) return {0, -1};
     // With its ends swapped, the interval asks for the rows that see both the last and the first key.
-    const Interval rows = mask.rows_that_see({block.keys.last, block.keys.first});
+    const Interval rows = mask.rows_that_see({work.keys.last, work.keys.first});
     return {rows.first, !kBiased && rows.last == mask.seqlen_q - 1 ? rows.last + Config::kBlockM - 1 : rows.last};
   }
 
@@ -129,7 +130,7 @@ struct BwdConsumer {
   __device__ void wait_keys(uint32_t parity = 0) {
     shared.keys_here.wait(parity);
     if (has_ranges<Config::kFeatures>(p.problem)) return clear_dead_keys();
-    clear_dead(shared.k, shared.v, block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1}), block.keys);
+    clear_dead(shared.k, shared.v, work.mask.keys_seen_by_any({0, work.mask.seqlen_q - 1}), work.keys);
   }
 
   __device__ void wait_rows(int head, const Interval& rows, bool cut) {
@@ -147,16 +148,16 @@ struct BwdConsumer {
 
   // With key ranges: zeroes keys that no row sees.
   __device__ void clear_dead_keys() {
-    const DeadKeys dead = dead_keys(p, block, block.keys.first);
+    const DeadKeys dead = dead_keys(p, work, work.keys.first);
     if (dead.any(Config::kBlockN)) clear_both(shared.k, shared.v, [&](auto& tile) { clear_rows(tile, dead); });
   }
 
   // With key ranges: the intervals of keys that the rows of a tile see; valid for tiles that are cut.
   __device__ const Interval* seen_by(int head, const Interval& rows) const {
-    if constexpr (Config::kCopiesSeen) {
+    if constexpr (Config::kRanges == RangeSource::kSharedMemory) {
       return shared.seen.rows_of(at);
     } else {
-      return block.seen(p, head, rows.first);
+      return work.seen(p, head, rows.first);
     }
   }
 
@@ -171,10 +172,10 @@ struct BwdConsumer {
   }
 
   __device__ ScorePlace place_of(int head, const Interval& rows) const {
-    return {.entry = block.work.entry,
+    return {.entry = work.n_block.entry,
             .head = head,
-            .first_token = block.seq.q.first,
-            .key0 = block.keys.first + key0,
+            .first_token = work.seq.q.first,
+            .key0 = work.keys.first + key0,
             .row0 = rows.first};
   }
 
@@ -200,36 +201,36 @@ struct BwdConsumer {
         const Interval* seen = seen_by(head, rows);
         return hide_unseen(s, place.key0, [&](int c) { return seen_by_two(seen + s.col(c)); });
       }
-      if (!whole_blocks.covers(rows.first / Config::kBlockM)) hide_rows(s, block.mask, place);
+      if (!whole_blocks.covers(rows.first / Config::kBlockM)) hide_rows(s, work.mask, place);
     };
-    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse_log2, lse);
+    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, work.mask, place, hide, lse_log2, lse);
   }
 
-  // Stores dV or dK, scaled and rounded, to the channels from `channel` on in global memory; or, where others share the
-  // key block, the sum as it is to key_sums.
+  // Stores dV or dK, scaled and rounded, to the channels from `channel` on in global memory; or, if the
+  // n_block is split, the sum as it is to key_sums.
   template <typename Sum>
   __device__ void store_sum(Sum& sum, bool of_values, int channel = 0) const {
-    if (Config::kShares && p.plan.shares > 1) return store_share(sum, of_values, channel);
+    if (NBlockWork<Config>::kMayBeSplit && p.plan.splits > 1) return store_split(sum, of_values, channel);
     const Problem& problem = p.problem;
     const TensorRef<>& x = of_values ? p.dv : p.dk;
     const float factor = of_values ? problem.dropout_rescale : problem.softmax_scale, factors[] = {factor, factor};
     const int cols = of_values ? problem.head_dim_v : problem.head_dim;
-    const Span& span = block.seq.k;
+    const Span& span = work.seq.k;
     sum.scale_rows(factors);
-    T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen + channel;
-    const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - block.keys.first)};
+    T* first = first_token<T>(x, span, work.n_block.head_k) + work.keys.first * x.seqlen + channel;
+    const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - work.keys.first)};
     store_rows<T>(sum, rows, key0, cols - channel);
   }
 
-  // Stores a sum, in fp32 and not scaled, to the share's place in key_sums.
+  // Stores a sum, in fp32 and not scaled, to the split's place in key_sums.
   template <typename Sum>
-  __device__ void store_share(const Sum& sum, bool of_values, int channel) const {
-    const int first = block.keys.first + key0 + sum.row(0);
-    float* row = KeySums<Config::kHeadDim>::address(p.plan, p.problem, of_values, block.share, block.seq.k,
-                                                    block.work.head_k, first);
+  __device__ void store_split(const Sum& sum, bool of_values, int channel) const {
+    const int first = work.keys.first + key0 + sum.row(0);
+    float* row = KeySums<Config::kHeadDim>::address(p.plan, p.problem, of_values, work.split, work.seq.k,
+                                                    work.n_block.head_k, first);
 #pragma unroll
     for (int r = 0; r < sum.kLaneRows; ++r) {
-      if (first + 8 * r >= block.seq.k.length) return;
+      if (first + 8 * r >= work.seq.k.length) return;
 #pragma unroll
       for (int c = 0; c < sum.kLaneCols; c += 2) {
         *reinterpret_cast<float2*>(row + 8 * r * Config::kHeadDim + channel + sum.col(c)) = {sum(r, c), sum(r, c + 1)};

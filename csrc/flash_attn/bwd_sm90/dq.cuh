@@ -1,15 +1,16 @@
 // How dQ leaves bwd_sm90: for each half of it, a dQ warp has TMA copy boxes from shared to global memory. Where
-// thread blocks wait for one another, the warp first waits until its key block's turn has come (Turn).
+// thread blocks wait for one another, the warp first waits at the dQ semaphore of the rows.
 #pragma once
 
 #include <cstdint>
 
 #include "flash_attn/bwd/plan.h"
-#include "flash_attn/bwd/schedule.cuh"
 #include "flash_attn/bwd/scratch.cuh"
+#include "flash_attn/bwd/tile_scheduler.cuh"
 #include "flash_attn/bwd_sm90/barriers.cuh"
-#include "flash_attn/bwd_sm90/block.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
 #include "flash_attn/bwd_sm90/shared.cuh"
+#include "flash_attn/bwd_sm90/work.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
@@ -19,18 +20,18 @@
 
 namespace flash::flash_attn {
 
-// When a key block may touch dQ of a row block. Each half of dQ has a semaphore of its own, which counts the key blocks
+// When an n_block may touch dQ of an m_block. Each half of dQ has a semaphore of its own, which counts the n_blocks
 // that have added or stored.
 template <typename Config>
-struct Turn {
-  typename KeyBlock<Config>::Order order;
+struct DqSemaphore {
+  typename NBlockWork<Config>::Order order;
   int* semaphores;
-  int awaited;  // how many key blocks must have done so before
+  int awaited;  // how many n_blocks must have done so before
 
-  __device__ Turn(const BwdSm90Params& p, const KeyBlock<Config>& block, int head, int row_block)
-      : order(block.order(p, head, row_block)),
-        semaphores(semaphore_at(p.plan.scratch, block.padded_index(p, head) + row_block * Config::kBlockM)) {
-    // With rounds_dq, the first key block stores, and so comes before all others, and the last one rounds, and so comes
+  __device__ DqSemaphore(const BwdSm90Params& p, const NBlockWork<Config>& work, int head, int m_block)
+      : order(work.order(p, head, m_block)),
+        semaphores(semaphore_at(p.plan.scratch, work.padded_index(p, head) + m_block * Config::kBlockM)) {
+    // With rounds_dq, the first n_block stores, and so comes before all others, and the last one rounds, and so comes
     // after them. Those between add in any order, unless the plan is in order.
     awaited = order.before > 0 && !order.last && !p.plan.in_order ? 1 : order.before;
   }
@@ -42,47 +43,47 @@ struct Turn {
   }
 };
 
-// Run by warp 3 of the third warpgroup if Config::kAwaitsTurns: waits at the semaphores for both dQ warps, ahead of
-// them, and passes the turns on through turn_ring. The dQ warps themselves wait until the boxes that they added have
-// been written; waiting for a turn after that would take longer than the products of 64 rows.
+// Run by warp 3 of the third warpgroup, with SemaphoreWaiter::kOwnWarp: waits at the semaphores for both dQ warps,
+// ahead of them, and tells them through semaphore_ring. The dQ warps themselves wait until the boxes that they added
+// have been written; waiting at a semaphore after that would take longer than the products of 64 rows.
 template <typename Config>
-__device__ void await_turns(const BwdSm90Params& p, BwdSm90Shared<Config>& shared) {
+__device__ void wait_at_semaphores(const BwdSm90Params& p, BwdSm90Shared<Config>& shared) {
   RingCursor<2> at;
-  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
+  for_each_work_tile(p, shared, [&](const NBlockWork<Config>& work) {
     if (!p.plan.waits) return;
-    block.for_each_row_block(p, [&](int head, int row_block, bool) {
-      const Turn<Config> turn(p, block, head, row_block);
-      shared.turn_ring.wait_empty(at);
-      if (lane_id() < Config::kConsumers) turn.wait(lane_id());
+    work.for_each_m_block(p, [&](int head, int m_block, bool) {
+      const DqSemaphore<Config> semaphore(p, work, head, m_block);
+      shared.semaphore_ring.wait_empty(at);
+      if (lane_id() < Config::kConsumers) semaphore.wait(lane_id());
       __syncwarp();
-      if (lane_id() == 0) shared.turn_ring.full[at.stage].arrive();
+      if (lane_id() == 0) shared.semaphore_ring.full[at.stage].arrive();
       at.advance();
     });
   });
 }
 
-// The dQ warp of a warpgroup, for one key block: takes its half of dQ to global memory.
+// The dQ warp of a warpgroup, for one n_block: takes its half of dQ to global memory.
 template <typename Config>
 struct DqWarp {
   const BwdSm90Launch& p;
   BwdSm90Shared<Config>& shared;
-  const KeyBlock<Config>& block;
+  const NBlockWork<Config>& work;
   const int half;
-  RingCursor<2>& turn_at;
+  RingCursor<2>& semaphore_at;
   uint32_t& accum_parity;
   int* added = nullptr;  // the semaphore of the last box, to be released when TMA has written that box
 
-  __device__ int group() const { return Config::kHalvesAreRows ? 0 : half * kDqBoxCols / kDqGroup; }
-  __device__ int row(int row_block) const {
-    const int first = row_block * Config::kBlockM + (Config::kHalvesAreRows ? half * kDqBoxRows : 0);
-    return static_cast<int>(block.seq.q.first) + first;
+  __device__ int group() const { return Config::kDqHalf == DqHalf::kChannels ? half * kDqBoxCols / kDqGroup : 0; }
+  __device__ int row(int m_block) const {
+    const int first = m_block * Config::kBlockM + (Config::kDqHalf == DqHalf::kRows ? half * kDqBoxRows : 0);
+    return static_cast<int>(work.seq.q.first) + first;
   }
-  __device__ int entry() const { return static_cast<int>(block.seq.q.batch); }
+  __device__ int entry() const { return static_cast<int>(work.seq.q.batch); }
   __device__ int accum_head(int head) const { return entry() * p.problem.heads + head; }
 
   // Lets the warpgroup fill the box, and tells it in which form.
   __device__ void release_box(DqFate fate) const {
-    if (Config::kMayWait && lane_id() == 0) shared.dq_fate[half] = fate;
+    if (Config::kMeeting != Meeting::kFree && lane_id() == 0) shared.dq_fate[half] = fate;
     __syncwarp();
     ptx::arrive_at_barrier<kDqThreads>(kDqEmptyBarrier + half);
   }
@@ -97,51 +98,51 @@ struct DqWarp {
   }
 
   // Copies dq_accum to the box. One lane calls it.
-  __device__ void load_accum(int head, int row_block) const {
+  __device__ void load_accum(int head, int m_block) const {
     ptx::SharedBarrier& here = shared.accum_here[half];
     here.arrive_expect_tx(sizeof(shared.dq[half]));
-    ptx::copy_box_async(ptx::shared_address(&shared.dq[half]), p.dq_accum_map, 0, row(row_block), group(),
+    ptx::copy_box_async(ptx::shared_address(&shared.dq[half]), p.dq_accum_map, 0, row(m_block), group(),
                         accum_head(head), here);
   }
 
   // Copies the box to dq_accum or to dQ, and waits until the box has been read and may be filled again. One lane calls
   // it. The fence makes visible to TMA what the warpgroup has stored. Beside products that read shared memory it takes
   // some 300 cycles: here the warpgroup goes on meanwhile, and waits only if it would fill the box before it is free.
-  __device__ void store_half(DqFate fate, int head, int row_block) const {
+  __device__ void store_half(DqFate fate, int head, int m_block) const {
     const uint32_t box = ptx::shared_address(&shared.dq[half]);
     ptx::fence_async_shared();
     if (fate == DqFate::kAdd) {
-      ptx::add_box_async(p.dq_accum_map, box, 0, row(row_block), group(), accum_head(head));
+      ptx::add_box_async(p.dq_accum_map, box, 0, row(m_block), group(), accum_head(head));
     } else if (fate == DqFate::kStore) {
-      ptx::store_box_async(p.dq_accum_map, box, 0, row(row_block), group(), accum_head(head));
+      ptx::store_box_async(p.dq_accum_map, box, 0, row(m_block), group(), accum_head(head));
     } else {
-      ptx::store_box_async(p.dq_map, box, group() * kDqGroup, head, row(row_block), entry());
+      ptx::store_box_async(p.dq_map, box, group() * kDqGroup, head, row(m_block), entry());
     }
     ptx::commit_stores();
     ptx::wait_stores_read();
   }
 
-  // Decides the fate of the box, waits for the key block's turn, and lets the warpgroup fill the box: as early as the
-  // fate allows, which is before the wait unless dq_accum must be loaded into the box.
-  __device__ DqFate prepare_in_turn(int head, int row_block) {
-    const Turn<Config> turn(p, block, head, row_block);
+  // Decides the fate of the box, waits at the semaphore, and lets the warpgroup fill the box: as early as the fate
+  // allows, which is before the wait unless dq_accum must be loaded into the box.
+  __device__ DqFate acquire_dq(int head, int m_block) {
+    const DqSemaphore<Config> semaphore(p, work, head, m_block);
     DqFate fate = DqFate::kAdd;
-    if (p.plan.rounds_dq && turn.order.before == 0) fate = turn.order.last ? DqFate::kRound : DqFate::kStore;
-    if (p.plan.rounds_dq && turn.order.before > 0 && turn.order.last) fate = DqFate::kRoundWithSum;
+    if (p.plan.rounds_dq && semaphore.order.before == 0) fate = semaphore.order.last ? DqFate::kRound : DqFate::kStore;
+    if (p.plan.rounds_dq && semaphore.order.before > 0 && semaphore.order.last) fate = DqFate::kRoundWithSum;
     if (fate != DqFate::kRoundWithSum) release_box(fate);
     if (lane_id() == 0) release_added();
-    added = turn.order.last ? nullptr : turn.semaphores + half;
-    if (lane_id() == 0) {  // alone: a late lane would misread the ring's parity (walks_rows in bwd_sm90/load.cuh)
-      if constexpr (Config::kAwaitsTurns) {
-        shared.turn_ring.wait_full(turn_at);
-        shared.turn_ring.release(turn_at);
+    added = semaphore.order.last ? nullptr : semaphore.semaphores + half;
+    if (lane_id() == 0) {  // alone: a late lane would misread the ring's parity (visits_rows in bwd_sm90/load.cuh)
+      if constexpr (Config::kSemaphoreWaiter == SemaphoreWaiter::kOwnWarp) {
+        shared.semaphore_ring.wait_full(semaphore_at);
+        shared.semaphore_ring.release(semaphore_at);
         ptx::fence_async_global();
       } else {
-        turn.wait(half);
+        semaphore.wait(half);
       }
-      if (fate == DqFate::kRoundWithSum) load_accum(head, row_block);
+      if (fate == DqFate::kRoundWithSum) load_accum(head, m_block);
     }
-    turn_at.advance();
+    semaphore_at.advance();
     __syncwarp();
     if (fate == DqFate::kRoundWithSum) {
       shared.accum_here[half].wait(accum_parity);
@@ -151,31 +152,31 @@ struct DqWarp {
     return fate;
   }
 
-  __device__ void take_half(int head, int row_block) {
+  __device__ void take_half(int head, int m_block) {
     DqFate fate = DqFate::kAdd;
-    if (Config::kMayWait && p.plan.waits) {
-      fate = prepare_in_turn(head, row_block);
+    if (Config::kMeeting != Meeting::kFree && p.plan.waits) {
+      fate = acquire_dq(head, m_block);
     } else {
       release_box(fate);
     }
     ptx::sync_barrier<kDqThreads>(kDqFullBarrier + half);
-    if (lane_id() == 0) store_half(fate, head, row_block);
+    if (lane_id() == 0) store_half(fate, head, m_block);
     __syncwarp();
   }
 
   __device__ void run() {
-    block.for_each_row_block(p, [&](int head, int row_block, bool) { take_half(head, row_block); });
+    work.for_each_m_block(p, [&](int head, int m_block, bool) { take_half(head, m_block); });
     if (lane_id() == 0) release_added();
   }
 };
 
-// A dQ warp's loop over all key blocks.
+// A dQ warp's loop over all n_blocks.
 template <typename Config>
 __device__ void take_halves(const BwdSm90Launch& p, BwdSm90Shared<Config>& shared, int half) {
-  RingCursor<2> turn_at;
+  RingCursor<2> semaphore_at;
   uint32_t accum_parity = 0;
-  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
-    DqWarp<Config>{p, shared, block, half, turn_at, accum_parity}.run();
+  for_each_work_tile(p, shared, [&](const NBlockWork<Config>& work) {
+    DqWarp<Config>{p, shared, work, half, semaphore_at, accum_parity}.run();
   });
 }
 

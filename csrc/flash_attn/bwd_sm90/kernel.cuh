@@ -1,36 +1,35 @@
 // Attention, backward, for sm_90 and head dims up to 128: the computation of bwd_sm80, with TMA copies and wgmma
 // products.
 //
-// Warp-specialized and persistent: a thread block takes one key block of 128 keys of a key head after another. For
-// each, it visits the rows that see these keys, kBlockM at a time, of every query head that shares the key head; or,
-// where there are too few key blocks to occupy the GPU, its share of these heads and rows (share_key_blocks in
-// bwd/planner.h). Each of the two consumer warpgroups (0 and 1, bwd_sm90/steps.cuh) has 64 of the keys, and sums their
-// dV and dK in registers. Products are transposed, so that the scores of one product are, in registers, the left
-// operand of the next:
+// Warp-specialized and persistent: a thread block takes one n_block, 128 keys of a key head, after another. For each,
+// it visits the m_blocks that see these keys, kBlockM rows each, of every query head that shares the key head; or,
+// where there are too few n_blocks to occupy the GPU, a split of these (split_n_blocks in bwd/planner.h). Each of the
+// two consumer warpgroups (0 and 1, bwd_sm90/mainloop.cuh) has 64 of the keys, and sums their dV and dK in registers.
+// Products are transposed, so that the scores of one product are, in registers, the left operand of the next:
 //
 //   S^T = K Q^T    P^T     dV += P^T dO          from registers
 //   dP^T = V dO^T  dS^T    dK += dS^T Q          likewise
-//                          dQ = dS K             from shared memory, where each warpgroup stores its part of dS
+//                          dQ = dS K             from shared memory, where each warpgroup stores dS of its keys
 //
 // Each warpgroup computes half of dQ: half of the rows if kBlockM is 128, else half of the channels. With 128 rows the
-// warpgroups are staggered: the second works half a step behind the first, so that one multiplies while the other
+// warpgroups play ping-pong: the second works half a step behind the first, so that one multiplies while the other
 // computes exponentials; and dQ is computed one step late, so that neither waits for the other's dS.
 //
 // A warpgroup stores its half of dQ in a box in shared memory, from which its dQ warp has TMA add it to dq_accum. That
 // starts as zeros, and bwd/finish.cu rounds it. With rounds_dq (bwd/planner.h), thread blocks wait for one another
-// instead, which saves zeroing and rounding dq_accum: of the key blocks that the rows see, the first stores its half to
+// instead, which saves zeroing and rounding dq_accum: of the n_blocks that the rows see, the first stores its half to
 // dq_accum, others add theirs, and the last loads the sum into its box, adds its half and rounds to dQ.
 //
 // The third warpgroup keeps few registers. Its warps 0 and 1 are the dQ warps (bwd_sm90/dq.cuh), one for each half;
-// warp 2 takes key blocks and loads K, V, Q and dO (Loader); warp 3, with tiles of 64 rows, waits for other thread
+// warp 2 takes work tiles and loads K, V, Q and dO (Loader); warp 3, with m_blocks of 64 rows, waits for other thread
 // blocks on behalf of the dQ warps. The next K and V are loaded while dV and dK are stored.
 //
-// Hand-overs through mbarriers (bwd_sm90/shared.cuh): index_ring, which key block comes next, from the loader to all
+// Hand-overs through mbarriers (bwd_sm90/shared.cuh): work_ring, which work tile comes next, from the loader to all
 // warps; keys_here and keys_free, K and V; the rings q and dout, rows with their lse and softmax_d; ds_ring, dS between
-// staggered warpgroups; turn_ring, from warp 3 to the dQ warps; accum_here, dq_accum in a box. Through named barriers
-// (bwd_sm90/barriers.cuh): the two warpgroups within a step, and each box with its dQ warp.
+// warpgroups in ping-pong; semaphore_ring, from warp 3 to the dQ warps; accum_here, dq_accum in a box. Through named
+// barriers (bwd_sm90/barriers.cuh): the two warpgroups within a step, and each box with its dQ warp.
 //
-// Deterministic: key blocks add to the same rows in the order of their keys (AddOrder).
+// Deterministic: n_blocks add to the same rows in the order of their keys (DqOrder).
 #pragma once
 
 #include <cstdint>
@@ -40,12 +39,13 @@
 #include "flash_attn/bwd/dq_accum.cuh"
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/bwd/rows.h"
-#include "flash_attn/bwd_sm90/block.cuh"
 #include "flash_attn/bwd_sm90/dq.cuh"
 #include "flash_attn/bwd_sm90/launch.cuh"
 #include "flash_attn/bwd_sm90/load.cuh"
+#include "flash_attn/bwd_sm90/mainloop.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
 #include "flash_attn/bwd_sm90/shared.cuh"
-#include "flash_attn/bwd_sm90/steps.cuh"
+#include "flash_attn/bwd_sm90/work.cuh"
 #include "flash_attn/features.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/params.h"
@@ -58,41 +58,41 @@
 
 namespace flash::flash_attn {
 
-// Warp 2 of the third warpgroup: takes key blocks or shares of them, tells the other warps which, and starts the copies
-// of what they read. Lane 0 runs it alone; where there may be key ranges, all lanes do (walks_rows).
+// Warp 2 of the third warpgroup: takes work tiles, tells the other warps which, and starts the copies of what they
+// read. Lane 0 runs it alone; where there may be key ranges, all lanes do (visits_rows).
 template <typename Config>
 struct Loader {
   const BwdSm90Launch& p;
   BwdSm90Shared<Config>& shared;
-  RingCursor<2> index_at;
+  RingCursor<2> work_at;
   RingCursor<Config::kStages> at;
   uint32_t keys_parity = 1;  // the parity of keys_free to wait for; 1 first, which passes at once: K and V are free
 
-  // Tells the other warps the index of the next share; -1 is the end.
+  // Tells the other warps the index of the next work tile; -1 is the end.
   __device__ void tell(int index) {
     if (starts_copies<Config>()) {
-      shared.index_ring.wait_empty(index_at);
-      shared.index[index_at.stage] = index;
-      shared.index_ring.full[index_at.stage].arrive();
+      shared.work_ring.wait_empty(work_at);
+      shared.work_index[work_at.stage] = index;
+      shared.work_ring.full[work_at.stage].arrive();
     }
-    index_at.advance();
+    work_at.advance();
   }
 
   __device__ int take() const {
     int index = 0;
-    if (starts_copies<Config>()) index = atomicAdd(p.plan.scratch.next_block, 1);
-    return Config::kTakesRanges ? warp_uniform(index) : index;
+    if (starts_copies<Config>()) index = atomicAdd(p.plan.scratch.next_work, 1);
+    return Config::kRanges != RangeSource::kNone ? warp_uniform(index) : index;
   }
 
   __device__ void run() {
-    for (int index = take(); index < p.num_shares; index = take()) {
-      const KeyBlock<Config> block(p, index);
-      if (!block.exists()) continue;
+    for (int index = take(); index < p.num_work_tiles; index = take()) {
+      const NBlockWork<Config> work(p, index);
+      if (!work.exists()) continue;
       tell(index);
-      if (!block.has_rows()) continue;
+      if (!work.has_rows()) continue;
       shared.keys_free.wait(keys_parity);
       keys_parity ^= 1;
-      load_block(p, shared, block, at);
+      load_work(p, shared, work, at);
     }
     tell(-1);
   }
@@ -108,13 +108,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
   __syncthreads();
   const int rank = warpgroup_id();
   if (rank == Config::kConsumers) {
-    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    ptx::setmaxnreg_dec<Config::kRegisters.producer>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role < Config::kConsumers) take_halves(p, shared, role);
-    if (role == Config::kConsumers && walks_rows<Config>()) Loader<Config>{p, shared}.run();
-    if (Config::kAwaitsTurns && role == Config::kConsumers + 1) await_turns(p, shared);
+    if (role == Config::kConsumers && visits_rows<Config>()) Loader<Config>{p, shared}.run();
+    constexpr bool kHasWaiter = Config::kSemaphoreWaiter == SemaphoreWaiter::kOwnWarp;
+    if (kHasWaiter && role == Config::kConsumers + 1) wait_at_semaphores(p, shared);
   } else {
-    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    ptx::setmaxnreg_inc<Config::kRegisters.consumer>();
     sum_keys(p, shared, rank);
   }
 #endif
@@ -151,22 +152,31 @@ void run_bwd_main(const BwdSm90Params& p, cudaStream_t stream) {
   launch_bwd_sm90<bwd_sm90_kernel<Config>, Config, BwdSm90Shared<Config>>(params, stream, p.plan.blocks);
 }
 
+// Calls fn(how thread blocks meet, in which order they visit m_blocks) with the policies that a plan needs, as
+// constants. Only plain instances have a choice: there, the code for splits alone costs 2 % of the time.
+template <int kHeadDim, Features kFeatures, typename Fn>
+void dispatch_policies(const BwdSm90Plan& plan, Fn&& fn) {
+  constexpr Constant<MBlockOrder::kLastFirst> kLastFirst;
+  if (kFeatures != Features::kPlain || plan.splits > 1) return fn(Constant<Meeting::kSplitting>{}, kLastFirst);
+  if constexpr (kFeatures == Features::kPlain) {
+    if (plan.waits) return fn(Constant<Meeting::kWaiting>{}, kLastFirst);
+    const auto freely = [&](auto kMBlockOrder) { fn(Constant<Meeting::kFree>{}, kMBlockOrder); };
+    if constexpr (kHeadDim > 64) {
+      dispatch_value<MBlockOrder::kFirstFirst>(plan.m_block_order, freely);
+    } else {
+      dispatch_value<MBlockOrder::kFirstFirst, MBlockOrder::kRotated>(plan.m_block_order, freely);
+    }
+  }
+}
+
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   static_assert(kHeadDimV == kHeadDim);
   using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
-  const auto run = [&](auto kRowOrder) { run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, kRowOrder>>(p, stream); };
   run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
-  if constexpr (kFeatures != Features::kPlain) {
-    run(Constant<RowOrder::kLastFirst>{});
-  } else if (p.plan.shares > 1) {
-    // An instance of its own: in the other plain ones, the code alone costs 2 % of the time.
-    run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, RowOrder::kLastFirst, /*kShares=*/true>>(p, stream);
-  } else if constexpr (kHeadDim > 64) {
-    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst>(p.plan.row_order, run);
-  } else {
-    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst, RowOrder::kRotated>(p.plan.row_order, run);
-  }
+  dispatch_policies<kHeadDim, kFeatures>(p.plan, [&](auto kMeeting, auto kMBlockOrder) {
+    run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, kMeeting, kMBlockOrder>>(p, stream);
+  });
   run_bwd_finish({p, p.plan}, stream);
 }
 

@@ -10,8 +10,8 @@
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "flash_attn/bwd/plan.h"
-#include "flash_attn/bwd/schedule.cuh"
-#include "flash_attn/bwd_sm90/block.cuh"
+#include "flash_attn/bwd/tile_scheduler.cuh"
+#include "flash_attn/bwd_sm90/work.cuh"
 #include "flash_attn/params.h"
 #include "tile/shared.cuh"
 
@@ -37,15 +37,15 @@ BwdSm90Launch launch_params(const BwdSm90Params& p) {
   launch.dout_map = map_rows(p.dout, kHeadDimV, problem.head_dim_v);
   launch.k_map = map_keys(p.k, kHeadDim, problem.head_dim);
   launch.v_map = map_keys(p.v, kHeadDimV, problem.head_dim_v);
-  launch.num_shares = key_blocks<Config::kClusterKeys>(problem) * p.plan.shares;  // few: see share_key_blocks
+  launch.num_work_tiles = num_n_blocks<Config::kClusterKeys>(problem) * p.plan.splits;  // few where there are splits
   return launch;
 }
 
-// Launches one cluster (of kCluster thread blocks) for each share of a key block, but at most `most` of them.
+// Launches one cluster (of kCluster thread blocks) for each work tile, but at most `most` of them.
 template <auto kKernel, typename Config, typename Shared>
 void launch_bwd_sm90(const BwdSm90Launch& params, cudaStream_t stream, int most = std::numeric_limits<int>::max()) {
-  static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
-  const LaunchShape shape{.grid = dim3(Config::kCluster * std::min(params.num_shares, most)),
+  static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a thread block can have");
+  const LaunchShape shape{.grid = dim3(Config::kCluster * std::min(params.num_work_tiles, most)),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared),
                           .cluster = Config::kCluster};

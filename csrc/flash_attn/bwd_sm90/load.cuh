@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "flash_attn/bwd_sm90/block.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
+#include "flash_attn/bwd_sm90/work.cuh"
 #include "flash_attn/scores/bias_tile.cuh"
 #include "flash_attn/sequence.cuh"
 #include "ptx/barrier.cuh"
@@ -13,34 +14,34 @@
 namespace flash::flash_attn {
 
 // Of the warp that loads: which lanes visit the rows, and which one starts the copies. Where there may be key ranges,
-// all lanes visit rows together (visit_rows), but lane 0 alone starts copies and waits for empty stages. A lane that
-// came late to such a wait might find the stage filled and emptied once more: the parity would be the wrong one again,
-// and it would wait forever.
+// all lanes visit rows together (NBlockWork::visit_ranged), but lane 0 alone starts copies and waits for empty stages.
+// A lane that came late to such a wait might find the stage filled and emptied once more: the parity would be the wrong
+// one again, and it would wait forever.
 template <typename Config>
-__device__ bool walks_rows() {
-  return Config::kTakesRanges || lane_id() == 0;
+__device__ bool visits_rows() {
+  return Config::kRanges != RangeSource::kNone || lane_id() == 0;
 }
 template <typename Config>
 __device__ bool starts_copies() {
-  return !Config::kTakesRanges || lane_id() == 0;
+  return Config::kRanges == RangeSource::kNone || lane_id() == 0;
 }
 
 // One lane starts the copy of K or V, from `channel` on.
 template <typename Config, typename Tile>
-__device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Config>& block, ptx::SharedBarrier& here,
+__device__ void load_keys(Tile& tile, const CUtensorMap& map, const NBlockWork<Config>& work, ptx::SharedBarrier& here,
                           int channel = 0) {
-  const Span& k = block.seq.k;
+  const Span& k = work.seq.k;
   here.arrive_expect_tx(sizeof(tile));
-  load_async(tile, map, static_cast<int>(k.first) + block.keys.first, block.work.head_k, static_cast<int>(k.batch),
+  load_async(tile, map, static_cast<int>(k.first) + work.keys.first, work.n_block.head_k, static_cast<int>(k.batch),
              here, channel);
 }
 
 // One lane starts the copy of the intervals of keys that the rows of a tile see. It counts at the barrier of Q.
 template <typename Config, typename Shared>
-__device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block, int head, int row0,
+__device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const NBlockWork<Config>& work, int head, int row0,
                           const RingCursor<Config::kStages>& at) {
-  if constexpr (Config::kCopiesSeen) {
-    ptx::copy_bytes_async(ptx::shared_address(shared.seen.rows_of(at)), block.seen(p, head, row0), shared.seen.kBytes,
+  if constexpr (Config::kRanges == RangeSource::kSharedMemory) {
+    ptx::copy_bytes_async(ptx::shared_address(shared.seen.rows_of(at)), work.seen(p, head, row0), shared.seen.kBytes,
                           shared.q.barriers.full[at.stage]);
   }
 }
@@ -62,24 +63,24 @@ __device__ void load_lse(const BwdSm90Launch& p, Shared& shared, int64_t index, 
 
 // One lane starts the copy of a tile of the bias. It counts at the barrier of Q, too.
 template <typename Config, typename Shared>
-__device__ void load_bias_of_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block, int head,
+__device__ void load_bias_of_rows(const BwdSm90Launch& p, Shared& shared, const NBlockWork<Config>& work, int head,
                                   int row0, const RingCursor<Config::kStages>& at) {
   if constexpr (Config::kFeatures == Features::kBiased) {
-    load_bias(shared.bias.tiles[at.stage], p.bias_map, p.problem.bias.rows, block.work.entry, head,
-              block.seq.q.first + row0, block.keys.first, shared.q.barriers.full[at.stage]);
+    load_bias(shared.bias.tiles[at.stage], p.bias_map, p.problem.bias.rows, work.n_block.entry, head,
+              work.seq.q.first + row0, work.keys.first, shared.q.barriers.full[at.stage]);
   }
 }
 
-// Fills the rings of Q with lse and of dO with softmax_d, for all rows that a key block visits. Lanes as walks_rows
-// says.
+// Fills the rings of Q with lse and of dO with softmax_d, for all rows that a work tile visits. Lanes as
+// visits_rows says.
 template <typename Config, typename Shared>
-__device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block,
+__device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const NBlockWork<Config>& work,
                           RingCursor<Config::kStages>& at) {
-  const Span& q = block.seq.q;
+  const Span& q = work.seq.q;
   const int first = static_cast<int>(q.first), batch = static_cast<int>(q.batch);
-  block.for_each_row_block(p, [&](int head, int row_block, bool cut) {
-    const int row0 = row_block * Config::kBlockM;
-    const int64_t index = block.padded_index(p, head) + row0;
+  work.for_each_m_block(p, [&](int head, int m_block, bool cut) {
+    const int row0 = m_block * Config::kBlockM;
+    const int64_t index = work.padded_index(p, head) + row0;
     const auto load = [&](auto& ring, const CUtensorMap& map, const float* values, int more_bytes) {
       if (!starts_copies<Config>()) return;
       ring.barriers.wait_empty(at);
@@ -90,23 +91,23 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
     const int bytes_of_bias = BiasTilesOf<Config>::bytes(p.problem.bias.rows);
     load(shared.q, p.q_map, p.plan.lse_log2,
          bytes_of_lse<Config>(p) + bytes_of_bias + (cut ? SeenRingOf<Config>::kBytes : 0));
-    load_bias_of_rows(p, shared, block, head, row0, at);
+    load_bias_of_rows(p, shared, work, head, row0, at);
     if (starts_copies<Config>()) load_lse<Config>(p, shared, index, at);
-    if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);
+    if (cut && starts_copies<Config>()) load_seen(p, shared, work, head, row0, at);
     load(shared.dout, p.dout_map, p.plan.softmax_d, 0);
     at.advance();
   });
 }
 
-// Starts the copies of all that a key block reads. Lanes as walks_rows says.
+// Starts the copies of all that a work tile reads. Lanes as visits_rows says.
 template <typename Config, typename Shared>
-__device__ void load_block(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block,
-                           RingCursor<Config::kStages>& at) {
+__device__ void load_work(const BwdSm90Launch& p, Shared& shared, const NBlockWork<Config>& work,
+                          RingCursor<Config::kStages>& at) {
   if (starts_copies<Config>()) {
-    load_keys(shared.k, p.k_map, block, shared.keys_here);
-    load_keys(shared.v, p.v_map, block, shared.keys_here);
+    load_keys(shared.k, p.k_map, work, shared.keys_here);
+    load_keys(shared.v, p.v_map, work, shared.keys_here);
   }
-  load_rows(p, shared, block, at);
+  load_rows(p, shared, work, at);
 }
 
 }  // namespace flash::flash_attn

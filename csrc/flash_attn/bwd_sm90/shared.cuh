@@ -5,8 +5,10 @@
 
 #include "flash_attn/bwd/dq_accum.cuh"
 #include "flash_attn/bwd/plan.h"
+#include "flash_attn/bwd/tile_scheduler.cuh"
 #include "flash_attn/bwd/tiles.h"
-#include "flash_attn/bwd_sm90/block.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
+#include "flash_attn/bwd_sm90/work.cuh"
 #include "flash_attn/features.h"
 #include "ptx/barrier.cuh"
 #include "tile/fragment.cuh"
@@ -16,30 +18,35 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_, Features kFeatures_, RowOrder kRowOrder_ = RowOrder::kLastFirst,
-          bool kShares_ = kFeatures_ != Features::kPlain>
+template <typename T_, int kHeadDim_, Features kFeatures_, Meeting kMeeting_ = Meeting::kSplitting,
+          MBlockOrder kMBlockOrder_ = MBlockOrder::kLastFirst>
 struct BwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr RowOrder kRowOrder = kRowOrder_;
-  static constexpr bool kShares = kShares_;                            // whether thread blocks may share a key block
-  static constexpr bool kMayWait = kRowOrder == RowOrder::kLastFirst;  // whether thread blocks may wait for one another
-  static constexpr bool kTakesEntries = kMayWait;                      // as key_work has it
-  static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
   static constexpr int kStages = 2, kCluster = 1, kClusterKeys = kBlockN;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
-  static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
-  static constexpr bool kStaggered = kTile.staggered;
-  static constexpr int kValueRounds = kStaggered ? 2 : 1;        // see RowRing: staggered steps have no barrier in time
-  static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // in a warp of its own; with 128 rows that is slower
-  // The kernel starts with 168 registers a thread, and setmaxnreg moves what the producer does not need to the
-  // consumers.
-  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures == Features::kAll);
-  static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
-  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
+
+  static constexpr Meeting kMeeting = kMeeting_;
+  static constexpr MBlockOrder kMBlockOrder = kMBlockOrder_;
+  static constexpr WarpgroupSchedule kSchedule = kTile.schedule;
+  static constexpr bool kIsPingpong = kSchedule == WarpgroupSchedule::kPingpong;
+  static constexpr Swizzle kSwizzle = kMeeting == Meeting::kFree ? Swizzle::kHeads : Swizzle::kHeadsAndEntries;
+  static constexpr SemaphoreWaiter kSemaphoreWaiter = kMeeting == Meeting::kFree ? SemaphoreWaiter::kNobody
+                                                      : kIsPingpong              ? SemaphoreWaiter::kDqWarps
+                                                                                 : SemaphoreWaiter::kOwnWarp;
+  static constexpr DqHalf kDqHalf = kBlockM == 128 ? DqHalf::kRows : DqHalf::kChannels;
+  static constexpr RangeSource kRanges = takes_ranges(kFeatures) ? RangeSource::kSharedMemory : RangeSource::kNone;
+  static constexpr int kValueRounds = kIsPingpong ? 2 : 1;  // see RowRing: ping-pong steps have no barrier in time
+  // The kernel starts with 168 registers a thread.
+  static constexpr RegisterCounts kRegisters =
+      kIsPingpong || (kHeadDim > 96 && kFeatures == Features::kAll) ? RegisterCounts{240, 24} : RegisterCounts{232, 40};
+
+  static_assert(kMeeting == Meeting::kFree || kMBlockOrder == MBlockOrder::kLastFirst,
+                "thread blocks that wait for one another visit the rows that they have in common in the same order");
+  static_assert(kConsumers * kRegisters.consumer + kRegisters.producer <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
 };
 
@@ -64,9 +71,9 @@ union alignas(1024) DqBox {
 // What the dQ warp does with a box.
 enum class DqFate : int {
   kAdd,           // adds it to dq_accum
-  kStore,         // stores it to dq_accum: this is the first key block
-  kRound,         // copies it, rounded, to dQ: this is the only key block
-  kRoundWithSum,  // the same, but the warpgroup first adds the dq_accum in the box: all other key blocks have added
+  kStore,         // stores it to dq_accum: this is the first n_block
+  kRound,         // copies it, rounded, to dQ: this is the only n_block
+  kRoundWithSum,  // the same, but the warpgroup first adds the dq_accum in the box: all other n_blocks have added
 };
 
 template <typename Config>
@@ -86,8 +93,8 @@ struct BwdSm90Shared {
   DqFate dq_fate[Config::kConsumers];
   ptx::SharedBarrier accum_here[Config::kConsumers];
   ptx::SharedBarrier keys_here, keys_free;
-  Ring<2> ds_ring, turn_ring, index_ring;  // turn_ring carries no data: it only says that a turn has come
-  int index[2];                            // data of index_ring: indices of shares of key blocks, or -1 after the last
+  Ring<2> ds_ring, semaphore_ring, work_ring;  // semaphore_ring carries no data: it only says that a wait is over
+  int work_index[2];                           // data of work_ring: indices of work tiles, or -1 after the last
   [[no_unique_address]] LseRingOf<Config> lse;
 
   __device__ void init() {
@@ -95,27 +102,28 @@ struct BwdSm90Shared {
     q.barriers.init(Config::kConsumers);
     dout.barriers.init(Config::kConsumers);
     ds_ring.init(Config::kConsumers, kConsumerWarps);
-    turn_ring.init(Config::kConsumers);
+    semaphore_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : accum_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
-    // All warps that call for_each_key_block: consumers, dQ warps, and the one that awaits turns.
-    index_ring.init(kConsumerWarps + Config::kConsumers + Config::kAwaitsTurns);
+    // All warps that call for_each_work_tile: consumers, dQ warps, and one that waits at semaphores for these.
+    constexpr bool kHasWaiter = Config::kSemaphoreWaiter == SemaphoreWaiter::kOwnWarp;
+    work_ring.init(kConsumerWarps + Config::kConsumers + kHasWaiter);
     ptx::fence_barrier_init();
   }
 };
 
-// Calls fn(block) for each of the key blocks, or shares of them, that the loader has taken.
+// Calls fn(work) for each work tile that the loader has taken.
 template <typename Config, typename Fn>
-__device__ void for_each_key_block(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, Fn&& fn) {
+__device__ void for_each_work_tile(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, Fn&& fn) {
   RingCursor<2> at;
   while (true) {
-    shared.index_ring.wait_full(at);
-    const int index = warp_uniform(shared.index[at.stage]);
-    if (lane_id() == 0) shared.index_ring.release(at);
+    shared.work_ring.wait_full(at);
+    const int index = warp_uniform(shared.work_index[at.stage]);
+    if (lane_id() == 0) shared.work_ring.release(at);
     at.advance();
     if (index < 0) return;
-    fn(KeyBlock<Config>(p, index));
+    fn(NBlockWork<Config>(p, index));
   }
 }
 

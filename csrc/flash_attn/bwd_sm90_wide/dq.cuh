@@ -1,15 +1,16 @@
-// The query team of bwd_sm90_wide, which computes dQ, and the two warps that wait for its turns and pass them on.
+// The query team of bwd_sm90_wide, which computes dQ, and the two warps that acquire and release its dQ semaphores.
 #pragma once
 
 #include <cstdint>
 
 #include "flash_attn/bwd/dq_accum.cuh"
 #include "flash_attn/bwd/plan.h"
-#include "flash_attn/bwd/schedule.cuh"
 #include "flash_attn/bwd/scratch.cuh"
+#include "flash_attn/bwd/tile_scheduler.cuh"
 #include "flash_attn/bwd_sm90/barriers.cuh"
-#include "flash_attn/bwd_sm90/block.cuh"
 #include "flash_attn/bwd_sm90/consumer.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
+#include "flash_attn/bwd_sm90/work.cuh"
 #include "flash_attn/bwd_sm90_wide/shared.cuh"
 #include "flash_attn/sequence.cuh"
 #include "ptx/barrier.cuh"
@@ -33,18 +34,18 @@ struct QueryTeam {
   using Accum = DqAccum<Config::kHeadDim>;
   const BwdSm90Params& p;
   BwdWideShared<Config>& shared;
-  const KeyBlock<Config>& block;
-  const int rank;       // of the block in the cluster
+  const NBlockWork<Config>& work;
+  const int cta_rank;   // of the thread block in the cluster
   uint32_t parity = 0;  // of the step
 
-  __device__ int other() const { return rank ^ 1; }
+  __device__ int other() const { return cta_rank ^ 1; }
   __device__ static int thread() { return threadIdx.x % kWarpgroup; }
   __device__ static int row() { return thread() / 32 * 16 + lane_id() / 4; }
 
   // The first channel of the thread block's half of dQ, and the first that is loaded of the other thread block's K: 128
   // channels in whole pages that contain that half.
-  __device__ static int first_col(int rank) { return rank * Config::kHeadDim / 2; }
-  __device__ static int other_col0(int rank) { return rank * (Config::kHeadDim - 128); }
+  __device__ static int first_col(int cta_rank) { return cta_rank * Config::kHeadDim / 2; }
+  __device__ static int other_col0(int cta_rank) { return cta_rank * (Config::kHeadDim - 128); }
 
   // dS of this thread block's keys, as the left operand of dQ.
   __device__ Gradients take() const {
@@ -100,21 +101,21 @@ struct QueryTeam {
   // Computes the slice of dQ from channel `col` on.
   __device__ void multiply(Slice& dq, Gradients& own_ds, Gradients& other_ds, int col) const {
     ptx::wgmma_fence();
-    if constexpr (Config::kParts == 1) {
+    if constexpr (Config::kClusterSplit == ClusterSplit::kKeys) {
       start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col), false);
-      start_gemm<Config::kBlockN>(dq, other_ds, along_rows(shared.other_k, col - other_col0(rank)), true);
+      start_gemm<Config::kBlockN>(dq, other_ds, along_rows(shared.other_k, col - other_col0(cta_rank)), true);
       wait_gemms<0>(dq, own_ds, other_ds);
     } else {
-      start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col - first_col(rank)), false);
+      start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col - first_col(cta_rank)), false);
       wait_gemms<0>(dq, own_ds);
     }
   }
 
-  __device__ void step(int head, int row_block) {
+  __device__ void step(int head, int m_block) {
     await(kGradientsBarrier);
     Gradients own_ds = take(), other_ds;
     release(kEmptyBarrier);
-    if constexpr (Config::kParts == 1) {
+    if constexpr (Config::kClusterSplit == ClusterSplit::kKeys) {
       send(own_ds);
       other_ds = receive();
       parity ^= 1;
@@ -122,35 +123,35 @@ struct QueryTeam {
     } else {
       fence(own_ds);
     }
-    const Span& q = block.seq.q;
-    const int first_row = row_block * Config::kBlockM + row();
+    const Span& q = work.seq.q;
+    const int first_row = m_block * Config::kBlockM + row();
     float* groups =
-        Accum::address(p.plan.scratch.dq_accum, p.problem, q, head, first_row, first_col(rank) / Accum::kGroup);
+        Accum::address(p.plan.scratch.dq_accum, p.problem, q, head, first_row, first_col(cta_rank) / Accum::kGroup);
     float* accum = groups + 4 * (lane_id() % 4);
-    if (p.plan.waits) ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
+    if (p.plan.waits) ptx::sync_barrier<kSemaphoreThreads>(kDqAcquiredBarrier);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       Slice dq;
-      multiply(dq, own_ds, other_ds, first_col(rank) + slice * kCols);
+      multiply(dq, own_ds, other_ds, first_col(cta_rank) + slice * kCols);
       add(dq, accum + slice * (kCols / Accum::kGroup) * Accum::kGroupStep, q.length - first_row);
     }
-    if (p.plan.waits) ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
+    if (p.plan.waits) ptx::sync_barrier<kSemaphoreThreads>(kDqAddedBarrier);
   }
 
   __device__ void wait_keys() const {
     shared.keys_here.wait(0);
-    if constexpr (Config::kParts == 1) wait_other_keys();
+    if constexpr (Config::kClusterSplit == ClusterSplit::kKeys) wait_other_keys();
   }
 
   __device__ void wait_other_keys() const {
     shared.other_keys_here.wait(0);
-    const int first = block.cluster_keys.first + other() * Config::kBlockN;
+    const int first = work.cluster_keys.first + other() * Config::kBlockN;
     if (has_ranges<Config::kFeatures>(p.problem)) {
-      const DeadKeys dead = dead_keys(p, block, first);
+      const DeadKeys dead = dead_keys(p, work, first);
       if (!dead.any(Config::kBlockN)) return;
       clear_rows(shared.other_k, dead);
     } else {
-      const Interval live = block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1});
+      const Interval live = work.mask.keys_seen_by_any({0, work.mask.seqlen_q - 1});
       if (live.covers({first, first + Config::kBlockN - 1})) return;
       clear_outside(shared.other_k, {live.first - first, live.last - first});
     }
@@ -158,40 +159,49 @@ struct QueryTeam {
     ptx::sync_barrier<kWarpgroup>(kQueryBarrier);
   }
 
-  __device__ void run() {
+  __device__ void prologue() const {
     release(kEmptyBarrier);
-    if (block.has_rows()) wait_keys();
-    block.for_each_row_block(p, [&](int head, int row_block, bool) { step(head, row_block); });
+    if (work.has_rows()) wait_keys();
+  }
+
+  __device__ void mainloop() {
+    work.for_each_m_block(p, [&](int head, int m_block, bool) { step(head, m_block); });
+  }
+
+  // In the picture above ValueTeam::run(). There is no epilogue: each step adds its dQ to dq_accum.
+  __device__ void run() {
+    prologue();
+    mainloop();
   }
 };
 
 // Deterministic: clusters add to the same rows in the order of their keys. On behalf of the query team, one warp waits
 // at the semaphores and another one releases them, so that the team itself does not wait for global memory.
 template <typename Config>
-struct Turns {
+struct DqSemaphores {
   const BwdSm90Params& p;
-  const KeyBlock<Config>& block;
-  const int rank;  // of the block in the cluster
+  const NBlockWork<Config>& work;
+  const int cta_rank;  // of the thread block in the cluster
 
   // Counts the clusters that have added to the rows. Each thread block of a cluster has its own, as it adds its own
   // half of the channels.
-  __device__ int* semaphore(int head, int row_block) const {
-    return semaphore_at(p.plan.scratch, block.padded_index(p, head) + row_block * Config::kBlockM) + rank;
+  __device__ int* semaphore(int head, int m_block) const {
+    return semaphore_at(p.plan.scratch, work.padded_index(p, head) + m_block * Config::kBlockM) + cta_rank;
   }
 
-  __device__ void await_all() const {
-    block.for_each_row_block(p, [&](int head, int row_block, bool) {
-      const auto order = block.order(p, head, row_block);
-      if (lane_id() == 0) ptx::wait_semaphore(semaphore(head, row_block), order.before);
+  __device__ void acquire_all() const {
+    work.for_each_m_block(p, [&](int head, int m_block, bool) {
+      const auto order = work.order(p, head, m_block);
+      if (lane_id() == 0) ptx::wait_semaphore(semaphore(head, m_block), order.before);
       __syncwarp();
-      ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
+      ptx::sync_barrier<kSemaphoreThreads>(kDqAcquiredBarrier);
     });
   }
 
   __device__ void release_all() const {
-    block.for_each_row_block(p, [&](int head, int row_block, bool) {
-      ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
-      if (lane_id() == 0) ptx::release_semaphore(semaphore(head, row_block));
+    work.for_each_m_block(p, [&](int head, int m_block, bool) {
+      ptx::sync_barrier<kSemaphoreThreads>(kDqAddedBarrier);
+      if (lane_id() == 0) ptx::release_semaphore(semaphore(head, m_block));
       __syncwarp();
     });
   }

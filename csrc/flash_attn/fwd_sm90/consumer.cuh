@@ -146,12 +146,12 @@ struct Consumer {
     start_scores(s);
   }
 
-  // In a cluster: adds the partial scores of the other block's channels, and sends it those of this block's. unkept:
-  // addresses are computed anew each time, since there are no registers to keep them.
+  // In a cluster: adds the partial scores of the other block's channels, and sends it those of this block's.
+  // rematerialized: addresses are computed anew each time, since there are no registers to keep them.
   __device__ void add_other_half(Scores<Config>& s) {
     if constexpr (Config::kClusterSize == 2) {
-      const int thread = unkept(threadIdx.x);
-      shared.boxes[thread / kWarpgroup].add_other_part(s, 1 - Config::cluster_rank(), thread, box_at);
+      const int thread = rematerialized(threadIdx.x);
+      shared.boxes[thread / kWarpgroup].add_other_half(s, 1 - Config::cluster_rank(), thread, box_at);
     }
   }
 

@@ -1,4 +1,4 @@
-// How two thread blocks of a cluster that divide the channels exchange partial scores (sm_90).
+// How two thread blocks of a cluster that have half of the channels each exchange partial scores (sm_90).
 #pragma once
 
 #include "flash_attn/scores/partial_scores.cuh"
@@ -10,25 +10,25 @@
 
 namespace flash::flash_attn {
 
-// The two blocks of a cluster have half of the channels each, and so partial sums of every score. Each block has a box
-// for each of its warpgroups, which the warpgroup of the same rank in the other block fills by st.async, a fragment at
-// a time. A block must not exit before the other one has read the last fragment sent to it, since it then arrives at
-// other_empty here.
+// Each thread block has the sums of its half of the channels, of every score. It has a box for each of its warpgroups,
+// which the warpgroup of the same rank in the other thread block fills by st.async, a fragment at a time. A thread
+// block must not exit before the other one has read the last fragment sent to it, since it then arrives at other_empty
+// here.
 template <int kRows, int kCols_>
 struct PartialBox {
   static constexpr int kCols = kCols_;
   PartialScores<kRows, kCols, kWarpgroup> scores;
   ptx::SharedBarrier full;         // counts the bytes that arrive in this box
-  ptx::SharedBarrier other_empty;  // each warp of the other block arrives here when it has read the other block's box
+  ptx::SharedBarrier other_empty;  // each warp of the other thread block arrives here when it has read its box
 
   __device__ void init() {
     full.init(1);
     other_empty.init(kWarpgroup / 32);
   }
 
-  // Sends s to block `other`, and adds what that sends. All threads of the warpgroup call it, with their index in the
-  // block.
-  __device__ void add_other_part(Fragment<kRows, kCols>& s, int other, int thread, RingCursor<1>& at) {
+  // Sends s to the thread block of CTA rank `other`, and adds what that sends. All threads of the warpgroup call it,
+  // with their index in the thread block.
+  __device__ void add_other_half(Fragment<kRows, kCols>& s, int other, int thread, RingCursor<1>& at) {
     other_empty.wait(at.round ^ 1);
     if (thread % kWarpgroup == 0) full.arrive_expect_tx(sizeof(scores));
     const uint32_t other_full = ptx::address_in(other, &full.state);

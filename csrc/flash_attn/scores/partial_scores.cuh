@@ -1,13 +1,13 @@
-// Where two parts divide the channels (channel_slices in fwd/tiles.h), each computes partial sums of Q K^T, and both
-// need the whole sums. They exchange fragments through shared memory. Both then have identical scores, since a + b = b
-// + a in floating point, too.
+// Where two groups of threads have half of the channels each (channel_slices in fwd/tiles.h), each computes partial
+// sums of Q K^T, and both need the whole sums. They exchange fragments through shared memory. Both then have identical
+// scores, since a + b = b + a in floating point, too.
 #pragma once
 
 #include "tile/fragment.cuh"
 
 namespace flash::flash_attn {
 
-// The fragments of kThreads threads of a part, in transit to the other part. A thread reads what the thread of the same
+// The fragments of kThreads threads of one group, in transit to the other. A thread reads what the thread of the same
 // rank has stored, so the layout need not be that of a matrix: vector i of all threads is contiguous, which is free of
 // bank conflicts.
 template <int kRows, int kCols, int kThreads = 32>

@@ -1,4 +1,5 @@
-// What a consumer warpgroup of bwd_sm90 computes for each row block (a step), and around these steps.
+// What a consumer warpgroup of bwd_sm90 computes for a work tile: the mainloop, a step for each m_block, with a
+// prologue and an epilogue.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +7,10 @@
 #include "flash_attn/bwd/elementwise.cuh"
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/bwd_sm90/barriers.cuh"
-#include "flash_attn/bwd_sm90/block.cuh"
 #include "flash_attn/bwd_sm90/consumer.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
 #include "flash_attn/bwd_sm90/shared.cuh"
+#include "flash_attn/bwd_sm90/work.cuh"
 #include "flash_attn/scores/mask.cuh"
 #include "flash_attn/scores/score.cuh"
 #include "ptx/barrier.cuh"
@@ -21,18 +23,18 @@
 
 namespace flash::flash_attn {
 
-// A consumer warpgroup, with 64 keys of a key block.
+// A consumer warpgroup, with 64 keys of an n_block.
 template <typename Config>
 struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Base = BwdConsumer<Config, BwdSm90Shared<Config>>;
-  using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
+  using Base::p, Base::shared, Base::work, Base::rank, Base::key0, Base::at, Base::kPlain;
   using typename Base::Scores, typename Base::Packed, typename Base::T;
   using KeySum = Fragment<16, Config::kHeadDim>;  // dV or dK
   using HalfOfDq = Fragment<16, kDqBoxCols>;
   using Ds = SharedTile<T, Config::kBlockM, Config::kBlockN>;
   uint32_t& keys_parity;
   static constexpr int kNone = 1 << 30;
-  // Staggered: the stage of dS from which the next dQ is computed, and how many rows of that box belong to the entry.
+  // Ping-pong: the stage of dS from which the next dQ is computed, and how many rows of that box belong to the entry.
   typename Ring<Config::kStages>::Cursor dq_at = at;
   int last_dq_rows = kNone;
   KeySum dv, dk;
@@ -51,7 +53,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void store_rounded(HalfOfDq& dq, int first_row, int t) const {
     dq.for_each([&](float& x, int, int) { x *= p.problem.softmax_scale; });
     auto& rounded = shared.dq[rank].rounded;
-    T* first_pair = rounded.chunk(unkept(first_row), 0) + 2 * t;
+    T* first_pair = rounded.chunk(rematerialized(first_row), 0) + 2 * t;
 #pragma unroll
     for (int r = 0; r < dq.kLaneRows; ++r) {
 #pragma unroll
@@ -67,9 +69,11 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   // NaN.
   __device__ void fill_box(HalfOfDq& dq, int count) {
     ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + rank);
-    const DqFate fate = Config::kMayWait && p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
-    // unkept: with addresses kept in registers, too few would be left to compute all of dS before dV is started.
-    const unsigned thread = unkept(threadIdx.x) % kWarpgroup;
+    const bool may_round = Config::kMeeting != Meeting::kFree && p.plan.rounds_dq;
+    const DqFate fate = may_round ? shared.dq_fate[rank] : DqFate::kAdd;
+    // rematerialized: with addresses kept in registers, too few would be left to compute all of dS before dV is
+    // started.
+    const unsigned thread = rematerialized(threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
       dq.for_each([&](float& x, int r, int) { x = first_row + 8 * r < count ? x : 0; });
@@ -135,11 +139,12 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
 
   __device__ void start_dq(HalfOfDq& dq, const Ds& ds) {
     ptx::wgmma_fence();
-    start_gemm<Config::kBlockN>(dq, along_cols(ds, Config::kHalvesAreRows ? 64 * rank : 0),
-                                along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
+    constexpr bool kHalvesRows = Config::kDqHalf == DqHalf::kRows;
+    start_gemm<Config::kBlockN>(dq, along_cols(ds, kHalvesRows ? 64 * rank : 0),
+                                along_rows(shared.k, kHalvesRows ? 0 : kDqBoxCols * rank), false);
   }
 
-  // Staggered: starts dQ of the row block before. In the first step there is none, and the result is not used: with a
+  // Ping-pong: starts dQ of the m_block before. In the first step there is none, and the result is not used: with a
   // branch around the products, the compiler would duplicate the rest of the step.
   __device__ void start_last_dq(HalfOfDq& dq) {
     if (last_dq_rows != kNone) shared.ds_ring.wait_full(dq_at);
@@ -152,11 +157,11 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     fill_box(dq, last_dq_rows);
   }
 
-  // Not staggered: adds to dV and dK, and computes dQ, of this step's rows once both warpgroups have stored their dS.
-  // dS is stored before dV is started, since the stores would compete with that product's reads of shared memory.
-  __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
+  // Cooperative: adds to dV and dK, and computes dQ, of this step's rows once both warpgroups have stored their dS. dS
+  // is stored before dV is started, since the stores would compete with that product's reads of shared memory.
+  __device__ void sum_cooperatively(Packed& weights, Packed& gradients, int dq_rows) {
     auto& ds = shared.ds[at.stage];
-    store_transposed(ds, gradients, unkept(key0));
+    store_transposed(ds, gradients, rematerialized(key0));
     start_dv(weights);
     ptx::fence_async_shared();
     ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
@@ -169,12 +174,12 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     fill_box(dq, dq_rows);
   }
 
-  // Staggered: adds to dV and dK of this step's rows, and computes dQ of the rows before, whose dS the other warpgroup
+  // Ping-pong: adds to dV and dK of this step's rows, and computes dQ of the rows before, whose dS the other warpgroup
   // has stored meanwhile. The second warpgroup starts a step when the first has started its last products
   // (kStepBarrier), so that each computes exponentials while the other multiplies.
-  __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
+  __device__ void sum_in_pingpong(Packed& weights, Packed& gradients, int dq_rows) {
     shared.ds_ring.wait_empty(at);
-    store_transposed(shared.ds[at.stage], gradients, unkept(key0));
+    store_transposed(shared.ds[at.stage], gradients, rematerialized(key0));
     start_dv(weights);
     ptx::fence_async_shared();  // waits for the stores of dS, while dV is computed
     __syncwarp();
@@ -189,11 +194,11 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     last_dq_rows = dq_rows;
   }
 
-  __device__ void step(int head, int row_block, bool cut) {
-    const Interval rows = interval_of<Config::kBlockM>(row_block);
+  __device__ void step(int head, int m_block, bool cut) {
+    const Interval rows = interval_of<Config::kBlockM>(m_block);
     auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
     this->wait_rows(head, rows, cut);
-    if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
+    if (Config::kIsPingpong && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     Scores s, dp;
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
@@ -202,46 +207,79 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows, cut);
-    const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
-    if constexpr (Config::kStaggered) {
-      sum_apart(weights, gradients, dq_rows);
+    const int dq_rows = work.mask.seqlen_q - rows.first - (Config::kDqHalf == DqHalf::kRows ? kDqBoxRows * rank : 0);
+    if constexpr (Config::kIsPingpong) {
+      sum_in_pingpong(weights, gradients, dq_rows);
     } else {
-      sum_together(weights, gradients, dq_rows);
+      sum_cooperatively(weights, gradients, dq_rows);
     }
     wait_gemms<0>(dk);
     if (this->leads()) shared.q.barriers.release(at);
     at.advance();
   }
 
-  __device__ void run() {
-    dv.fill(0), dk.fill(0);
-    if (block.has_rows()) {
-      this->wait_keys(keys_parity);
-      keys_parity ^= 1;
-      block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
-      HalfOfDq dq;
-      if constexpr (Config::kStaggered) start_last_dq(dq);
-      if constexpr (Config::kStaggered) wait_gemms<0>(dq);
-      if (this->leads()) shared.keys_free.arrive();
-      // With key ranges, a share may have only rows, or only heads, that see none of the keys, though others before and
-      // after them do: then there was no step.
-      constexpr bool kMayVisitNone = Config::kShares && Config::kTakesRanges;
-      if constexpr (Config::kStaggered) {
-        if (!kMayVisitNone || last_dq_rows != kNone) end_last_dq(dq);
-      }
+  // Waits for K and V.
+  __device__ void prologue() {
+    this->wait_keys(keys_parity);
+    keys_parity ^= 1;
+  }
+
+  __device__ void mainloop() {
+    work.for_each_m_block(p, [&](int head, int m_block, bool cut) { step(head, m_block, cut); });
+  }
+
+  // Ping-pong: computes dQ of the last step. K and V are free after that.
+  __device__ void end_steps() {
+    HalfOfDq dq;
+    if constexpr (Config::kIsPingpong) start_last_dq(dq);
+    if constexpr (Config::kIsPingpong) wait_gemms<0>(dq);
+    if (this->leads()) shared.keys_free.arrive();
+    // With key ranges, a split may have only rows, or only heads, that see none of the keys, though others before and
+    // after them do: then there was no step.
+    constexpr bool kMayVisitNone = NBlockWork<Config>::kMayBeSplit && Config::kRanges != RangeSource::kNone;
+    if constexpr (Config::kIsPingpong) {
+      if (!kMayVisitNone || last_dq_rows != kNone) end_last_dq(dq);
     }
+  }
+
+  // Stores dV and dK.
+  __device__ void epilogue() {
     this->store_sum(dv, /*of_values=*/true);
     this->store_sum(dk, /*of_values=*/false);
   }
+
+  // Cooperative, 64 rows a step:
+  //
+  //   loader warp  copy K, V, Q2, dO2 | copy Q1, dO1        |            |                        |
+  //   warpgroup 0                     | S = K Q, dP = V dO  | exp P, dS  | dV += P dO, dQ = dS K  | dK += dS Q, fill
+  //   box warpgroup 1                     | S = K Q, dP = V dO  | exp P, dS  | dV += P dO, dQ = dS K  | dK += dS Q,
+  //   fill box dQ warps                        |                     |            |                        |        add
+  //   boxes
+  //
+  // Ping-pong, 128 rows a step, m_blocks 2, 1, 0:
+  //
+  //   warpgroup 0  S2, dP2 | exp P2, dS2 | dV += P2 dO2          | dK += dS2 Q2 | S1, dP1     | exp P1, dS1 | dV, dQ2,
+  //   dK warpgroup 1          |             | wait for warpgroup 0  | S2, dP2      | exp P2, dS2 | dV, dK      | S1,
+  //   dP1 dQ warps             |             |                       |              |             |             | add
+  //   boxes
+  __device__ void run() {
+    dv.fill(0), dk.fill(0);
+    if (work.has_rows()) {
+      prologue();
+      mainloop();
+      end_steps();
+    }
+    epilogue();
+  }
 };
 
-// A consumer warpgroup's loop over all key blocks.
+// A consumer warpgroup's loop over its work tiles.
 template <typename Config>
 __device__ void sum_keys(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int rank) {
   RingCursor<Config::kStages> at;
   uint32_t keys_parity = 0;
-  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
-    Gradients<Config> gradients{{p, shared, block, rank, warp_id() * 16, at}, keys_parity};
+  for_each_work_tile(p, shared, [&](const NBlockWork<Config>& work) {
+    Gradients<Config> gradients{{p, shared, work, rank, warp_id() * 16, at}, keys_parity};
     gradients.run();
     at = gradients.at;
   });

@@ -1,5 +1,5 @@
-// The key block that a thread block of the backward kernels for sm_90 works on, the rows that it visits, the rings that
-// hold these, and the parameters of the kernels.
+// The work tile of a thread block of the backward kernels for sm_90, an n_block and the m_blocks that it visits; the
+// rings that hold these; and the parameters of the kernels.
 #pragma once
 
 #include <cuda.h>
@@ -9,8 +9,9 @@
 
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/bwd/ranges.cuh"
-#include "flash_attn/bwd/schedule.cuh"
 #include "flash_attn/bwd/scratch.cuh"
+#include "flash_attn/bwd/tile_scheduler.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
 #include "flash_attn/features.h"
 #include "flash_attn/params.h"
 #include "flash_attn/scores/bias_tile.cuh"
@@ -27,7 +28,7 @@ struct BwdSm90Launch : BwdSm90Params {
   CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one page of a tile (tile/shared.cuh)
   CUtensorMap dq_accum_map, dq_map;           // only bwd_sm90: boxes of a half of dQ
   CUtensorMap bias_map;                       // only instances of kBiased
-  int num_shares;                             // of all key blocks
+  int num_work_tiles;                         // splits of all n_blocks
 };
 
 // A ring of tiles of rows of kHeadDim channels, with a value for each row: Q with log2(e) lse, or dO with softmax_d.
@@ -65,8 +66,8 @@ struct NoLseRing {};
 template <typename Config>
 using LseRingOf = std::conditional_t<kHasPlainScores<Config::kFeatures>, NoLseRing, LseRing<Config>>;
 
-// With key ranges: the interval of keys that each row of a tile sees, copied for tiles that need a mask only. Like the
-// values of rows, they are read with ordinary loads. Where shared memory has no room, they are read from global memory.
+// With key ranges: the interval of keys that each row of a tile sees. Like the values of rows, they are read with
+// ordinary loads.
 template <typename Config>
 struct SeenRing {
   alignas(128) Interval rows[Config::kValueRounds][Config::kStages][Config::kBlockM];
@@ -81,7 +82,7 @@ struct NoSeenRing {
   static constexpr int kBytes = 0;
 };
 template <typename Config>
-using SeenRingOf = std::conditional_t<Config::kCopiesSeen, SeenRing<Config>, NoSeenRing>;
+using SeenRingOf = std::conditional_t<Config::kRanges == RangeSource::kSharedMemory, SeenRing<Config>, NoSeenRing>;
 
 // In instances of kBiased: tiles of the bias, which come with those of Q. Like the values of rows, they are read with
 // ordinary loads, before a barrier of the step.
@@ -99,69 +100,70 @@ struct NoBiasTiles {
 template <typename Config>
 using BiasTilesOf = std::conditional_t<Config::kFeatures == Features::kBiased, BiasTiles<Config>, NoBiasTiles>;
 
-// The keys of a thread block, and the rows that see them. The thread blocks of a cluster (bwd_sm90_wide) take
-// adjacent keys, or the same, and visit the same rows. `block` and `row_block` are indices of blocks of keys and of
-// rows.
+// An n_block, or a split of it, and the m_blocks that see its keys. The thread blocks of a cluster (bwd_sm90_wide) take
+// adjacent keys, or the same, and visit the same m_blocks. `m_block` is the index of one.
 template <typename Config>
-struct KeyBlock {
+struct NBlockWork {
   static constexpr int kClusterKeys = Config::kClusterKeys;
-  using Order = AddOrder<Config::kBlockM, kClusterKeys>;
-  int share;     // with kShares: which share of the key block's rows and heads this is
-  KeyWork work;  // of the cluster
+  using Order = DqOrder<Config::kBlockM, kClusterKeys>;
+  int split;       // which split of the n_block this is, with Meeting::kSplitting
+  NBlock n_block;  // of the cluster
   Sequence seq;
   Mask mask;
   Interval keys;  // of the thread block
   Interval cluster_keys;
-  Interval
-      row_blocks;  // from the first to the last that see some of cluster_keys; with key ranges, some between may not
+  // From the first to the last that see some of cluster_keys; with key ranges, some between may not.
+  Interval m_blocks;
   int first_head, num_heads;
 
-  // index: counts the shares of all key blocks, those of one key block in a row. part: which kBlockN of the cluster's
+  static constexpr bool kMayBeSplit = Config::kMeeting == Meeting::kSplitting;
+
+  // index: counts the splits of all n_blocks, those of one n_block in a row. cta_rank: which kBlockN of the cluster's
   // keys are those of the thread block.
-  __device__ KeyBlock(const BwdSm90Params& p, int index, int part = 0)
-      : share(Config::kShares ? index % p.plan.shares : 0),
-        work(key_work<kClusterKeys, Config::kTakesEntries>(p.problem, p.plan,
-                                                           Config::kShares ? index / p.plan.shares : index)),
-        seq(p.problem, work.entry),
+  __device__ NBlockWork(const BwdSm90Params& p, int index, int cta_rank = 0)
+      : split(kMayBeSplit ? index % p.plan.splits : 0),
+        n_block(
+            n_block_at<kClusterKeys, Config::kSwizzle>(p.problem, p.plan, kMayBeSplit ? index / p.plan.splits : index)),
+        seq(p.problem, n_block.entry),
         mask(p.problem, seq),
-        keys(interval_of<Config::kBlockN>(work.block * (kClusterKeys / Config::kBlockN) + part)),
-        cluster_keys(interval_of<kClusterKeys>(work.block)),
-        row_blocks(blocks_of(mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}),
-                             Config::kBlockM)),
+        keys(interval_of<Config::kBlockN>(n_block.index * (kClusterKeys / Config::kBlockN) + cta_rank)),
+        cluster_keys(interval_of<kClusterKeys>(n_block.index)),
+        m_blocks(blocks_of(mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}),
+                           Config::kBlockM)),
         num_heads(p.problem.heads / p.problem.heads_k) {
-    first_head = work.head_k * num_heads;
+    first_head = n_block.head_k * num_heads;
     if (has_ranges<Config::kFeatures>(p.problem)) {
       const KeyUse& use = key_use(p);
-      row_blocks = {use.first_rows, use.last_rows};
+      m_blocks = {use.first_m, use.last_m};
     }
-    if constexpr (Config::kShares) {
-      num_heads /= p.plan.head_shares;
-      first_head += share % p.plan.head_shares * num_heads;
-      row_blocks = share_of(row_blocks, share / p.plan.head_shares, p.plan.row_shares);
+    if constexpr (kMayBeSplit) {
+      num_heads /= p.plan.head_splits;
+      first_head += split % p.plan.head_splits * num_heads;
+      m_blocks = split_of(m_blocks, split / p.plan.head_splits, p.plan.m_splits);
     }
   }
 
   __device__ bool exists() const { return cluster_keys.first < seq.k.length; }
   // Index of row 0 of a head in the padded layout of BwdScratch.
   __device__ int64_t padded_index(const BwdSm90Params& p, int head) const {
-    return padded_row_index(p.problem, p.plan.scratch, seq.q, work.entry, head);
+    return padded_row_index(p.problem, p.plan.scratch, seq.q, n_block.entry, head);
   }
 
-  __device__ bool has_rows() const { return !row_blocks.empty(); }
+  __device__ bool has_rows() const { return !m_blocks.empty(); }
 
-  // The index-th of `shares` parts of an interval, as equal as can be.
-  __device__ static Interval share_of(const Interval& whole, int index, int shares) {
+  // The index-th of `splits` pieces of an interval, as equal as can be.
+  __device__ static Interval split_of(const Interval& whole, int index, int splits) {
     const int length = max(0, whole.last + 1 - whole.first);
-    const auto start = [&](int i) { return whole.first + static_cast<int>(int64_t{length} * i / shares); };
+    const auto start = [&](int i) { return whole.first + static_cast<int>(int64_t{length} * i / splits); };
     return {start(index), start(index + 1) - 1};
   }
 
   // With key ranges: what bwd/ranges.cu has found for the cluster's keys, for rows, and for tiles of rows.
   __device__ const KeyUse& key_use(const BwdSm90Params& p) const {
-    return p.plan.scratch.key_uses[key_use_index(p.problem, work, kClusterKeys)];
+    return p.plan.scratch.key_uses[key_use_index(p.problem, n_block, kClusterKeys)];
   }
   __device__ int64_t seen_index(const BwdSm90Params& p, int head) const {
-    return flash_attn::seen_index(p.problem, p.plan.scratch, seq.q, work.entry, head);
+    return flash_attn::seen_index(p.problem, p.plan.scratch, seq.q, n_block.entry, head);
   }
   __device__ const Interval* seen(const BwdSm90Params& p, int head, int row0) const {
     return p.plan.scratch.seen + seen_index(p, head) + row0;
@@ -170,50 +172,51 @@ struct KeyBlock {
     return p.problem.ranges.of_tiles + seen_index(p, head) / Config::kBlockM;
   }
 
-  // The place of the cluster among those that add to dQ of a row block.
-  __device__ Order order(const BwdSm90Params& p, int head, int row_block) const {
-    if (!has_ranges<Config::kFeatures>(p.problem)) return Order(mask, row_block, work.block);
-    return Order(TileSeen(__ldg(tiles(p, head) + row_block)).any, work.block);
+  // The place of the cluster among those that add to dQ of an m_block.
+  __device__ Order order(const BwdSm90Params& p, int head, int m_block) const {
+    if (!has_ranges<Config::kFeatures>(p.problem)) return Order(mask, m_block, n_block.index);
+    return Order(TileSeen(__ldg(tiles(p, head) + m_block)).any, n_block.index);
   }
 
-  // Calls fn(head, row block, cut) for the row blocks to visit, in order; all warp roles use it, and so agree. Where
-  // there may be key ranges, all lanes of a warp must call it together. cut, with key ranges only: whether some rows do
-  // not see all of the keys or do not exist. kRowOrder is a constant because a choice at run time takes 5 % more
+  // Calls fn(head, m_block, cut) for the m_blocks to visit, in order; all warp roles use it, and so agree. Where there
+  // may be key ranges, all lanes of a warp must call it together. cut, with key ranges only: whether some rows do not
+  // see all of the keys or do not exist. The order is a constant because a choice at run time takes 5 % more
   // instructions.
   template <typename Fn>
-  __device__ void for_each_row_block(const BwdSm90Params& p, Fn&& fn) const {
-    static_assert(!Config::kTakesRanges || Config::kRowOrder == RowOrder::kLastFirst);
-    const int first = row_blocks.first, last = row_blocks.last;
+  __device__ void for_each_m_block(const BwdSm90Params& p, Fn&& fn) const {
+    constexpr bool kTakesRanges = Config::kRanges != RangeSource::kNone;
+    static_assert(!kTakesRanges || Config::kMBlockOrder == MBlockOrder::kLastFirst);
+    const int first = m_blocks.first, last = m_blocks.last;
 #pragma unroll 1
     for (int head = first_head; head < first_head + num_heads; ++head) {
-      if constexpr (Config::kTakesRanges) {
+      if constexpr (kTakesRanges) {
 #pragma unroll 1
-        for (int block = last; block >= first; block -= 32) visit_rows(p, head, block, fn);
-      } else if constexpr (Config::kRowOrder == RowOrder::kLastFirst) {
+        for (int m = last; m >= first; m -= 32) visit_ranged(p, head, m, fn);
+      } else if constexpr (Config::kMBlockOrder == MBlockOrder::kLastFirst) {
 #pragma unroll 1
-        for (int block = last; block >= first; --block) fn(head, block, false);
-      } else if constexpr (Config::kRowOrder == RowOrder::kFirstFirst) {
+        for (int m = last; m >= first; --m) fn(head, m, false);
+      } else if constexpr (Config::kMBlockOrder == MBlockOrder::kFirstFirst) {
 #pragma unroll 1
-        for (int block = first; block <= last; ++block) fn(head, block, false);
+        for (int m = first; m <= last; ++m) fn(head, m, false);
       } else {
         if (last < first) return;
-        const int start = first + work.block % (last - first + 1);
-        int block = start;
+        const int start = first + n_block.index % (last - first + 1);
+        int m = start;
 #pragma unroll 1
         do {
-          fn(head, block, false);
-          block = block == last ? first : block + 1;
-        } while (block != start);
+          fn(head, m, false);
+          m = m == last ? first : m + 1;
+        } while (m != start);
       }
     }
   }
 
  private:
-  // The same for the 32 row blocks up to `last`, each of which one lane checks.
+  // The same for the 32 m_blocks up to `last`, each of which one lane checks.
   template <typename Fn>
-  __device__ void visit_rows(const BwdSm90Params& p, int head, int last, Fn&& fn) const {
+  __device__ void visit_ranged(const BwdSm90Params& p, int head, int last, Fn&& fn) const {
     const int own = last - lane_id();
-    bool visited = own >= row_blocks.first, cut = false;
+    bool visited = own >= m_blocks.first, cut = false;
     if (visited && has_ranges<Config::kFeatures>(p.problem)) {
       const TileSeen seen(__ldg(tiles(p, head) + own));
       visited = touches(seen.any, cluster_keys), cut = !seen.all.covers(keys);

@@ -1,4 +1,5 @@
-// The two teams of bwd_sm90_wide that sum dV and dK: the value team and the key team.
+// The two teams of bwd_sm90_wide that sum dV and dK: the value team and the key team. Each has a mainloop, a step for
+// each m_block, with a prologue and an epilogue.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,7 @@
 #include "flash_attn/bwd/elementwise.cuh"
 #include "flash_attn/bwd_sm90/barriers.cuh"
 #include "flash_attn/bwd_sm90/consumer.cuh"
+#include "flash_attn/bwd_sm90/policies.h"
 #include "flash_attn/bwd_sm90_wide/shared.cuh"
 #include "flash_attn/features.h"
 #include "flash_attn/scores/mask.cuh"
@@ -30,13 +32,14 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   RingCursor<1> box_at;
   Fragment<16, kChannels> sum;
 
-  // Where the thread blocks of a cluster divide the channels: adds the other one's partial sums, and sends it these.
+  // With ClusterSplit::kChannels: adds the partial sums of the other thread block's half of the channels, and sends it
+  // these.
   template <typename Box>
-  __device__ void add_other_part(Scores& s, Box& box) {
+  __device__ void add_other_half(Scores& s, Box& box) {
 #pragma unroll
     for (int col = 0; col < s.kCols; col += box.kCols) {
-      auto& part = *reinterpret_cast<Fragment<16, box.kCols>*>(&s.values[0][col / 8]);
-      box.add_other_part(part, ptx::cluster_rank() ^ 1, unkept(threadIdx.x), box_at);
+      auto& columns = *reinterpret_cast<Fragment<16, box.kCols>*>(&s.values[0][col / 8]);
+      box.add_other_half(columns, ptx::cluster_rank() ^ 1, rematerialized(threadIdx.x), box_at);
     }
   }
 
@@ -47,8 +50,8 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
     fence(sum, factors);
 #pragma unroll
     for (int col = 0; col < kChannels; col += kCols) {
-      auto& part = *reinterpret_cast<Fragment<16, kCols>*>(&sum.values[0][col / 8]);
-      start_gemm<Config::kBlockM>(part, factors, along_rows(ring.tiles[at.stage], col), true);
+      auto& columns = *reinterpret_cast<Fragment<16, kCols>*>(&sum.values[0][col / 8]);
+      start_gemm<Config::kBlockM>(columns, factors, along_rows(ring.tiles[at.stage], col), true);
     }
     wait_gemms<0>(sum, factors);
     release(ring);
@@ -60,16 +63,17 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   __device__ void release(RowRing<Config, kTileChannels>& ring) const {
     __syncwarp();
     if (lane_id() != 0) return;
-    if constexpr (Config::kParts > 1) return ring.barriers.release(at);
+    if constexpr (Config::kClusterSplit == ClusterSplit::kChannels) return ring.barriers.release(at);
 #pragma unroll
-    for (int rank = 0; rank < Config::kCluster; ++rank) ptx::arrive_in(rank, ring.barriers.empty[at.stage]);
+    for (int cta_rank = 0; cta_rank < Config::kCluster; ++cta_rank)
+      ptx::arrive_in(cta_rank, ring.barriers.empty[at.stage]);
   }
 };
 
 template <typename Config>
 struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
   using Base = SumTeam<Config, Config::kChannelsV>;
-  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
+  using Base::p, Base::shared, Base::work, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // Turns S^T into P^T, 0 where dropped, the left operand of dV, which it returns. Leaves to the key team the weights
@@ -106,33 +110,53 @@ struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
     return weights;
   }
 
-  __device__ void step(int head, int row_block, bool cut) {
-    const Interval rows = interval_of<Config::kBlockM>(row_block);
+  __device__ void step(int head, int m_block, bool cut) {
+    const Interval rows = interval_of<Config::kBlockM>(m_block);
     this->wait_rows(head, rows, cut);
     Scores s;
     ptx::wgmma_fence();
     start_gemm<Config::kChannels>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
     wait_gemms<0>(s);
-    if constexpr (Config::kParts == 2) this->add_other_part(s, shared.other_parts.s);
+    if constexpr (Config::kClusterSplit == ClusterSplit::kChannels) this->add_other_half(s, shared.partial.s);
     Packed weights = weigh(s, head, rows, cut);
     this->release(shared.q);
     shared.dout.barriers.wait_full(at);
     this->add_product(weights, shared.dout);
   }
 
-  __device__ void run() {
-    sum.fill(0);
-    if (block.has_rows()) this->wait_keys();
-    block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
+  __device__ void prologue() {
+    if (work.has_rows()) this->wait_keys();
+  }
+
+  __device__ void mainloop() {
+    work.for_each_m_block(p, [&](int head, int m_block, bool cut) { step(head, m_block, cut); });
+  }
+
+  // Stores dV, once the query team has read the last dS.
+  __device__ void epilogue() {
     await(kEmptyBarrier);
     this->store_sum(sum, /*of_values=*/true, Config::channel());
+  }
+
+  // The three teams at m_blocks 1 and 0; `scores` is the tile that they hand on:
+  //
+  //   producer    copy Q1, dO1 | copy Q0, dO0      |             |                   |              |
+  //   value team               | S1 = K Q1, exp P1 | P1 > scores | dV += P1 dO1      | S0 = K Q0    | exp P0 > scores
+  //   ... key team                 | dP1 = V dO1       | wait        | dS1 from P1 > scores | dK += dS1 Q1 | dP0 = V
+  //   dO0 ... query team               |                   |             |                   | take dS1     | dQ1 = dS1
+  //   K, add ...
+  __device__ void run() {
+    sum.fill(0);
+    prologue();
+    mainloop();
+    epilogue();
   }
 };
 
 template <typename Config>
 struct KeyTeam : SumTeam<Config, Config::kChannels> {
   using Base = SumTeam<Config, Config::kChannels>;
-  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
+  using Base::p, Base::shared, Base::work, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // Turns dP^T into dS^T, with the weights that the value team has left.
@@ -155,15 +179,15 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
     return pack<T>(dp);
   }
 
-  __device__ void step(int head, int row_block, bool cut) {
-    const Interval rows = interval_of<Config::kBlockM>(row_block);
+  __device__ void step(int head, int m_block, bool cut) {
+    const Interval rows = interval_of<Config::kBlockM>(m_block);
     this->wait_rows(head, rows, cut);
     shared.dout.barriers.wait_full(at);
     Scores dp;
     ptx::wgmma_fence();
     start_gemm<Config::kChannelsV>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
     wait_gemms<0>(dp);
-    if constexpr (Config::kParts == 2) this->add_other_part(dp, shared.other_parts.dp);
+    if constexpr (Config::kClusterSplit == ClusterSplit::kChannels) this->add_other_half(dp, shared.partial.dp);
     await(kWeightsBarrier);
     Packed gradients = differentiate(dp, head, rows);
     this->release(shared.dout);
@@ -173,11 +197,23 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
     this->add_product(gradients, shared.q);
   }
 
+  __device__ void prologue() {
+    if (work.has_rows()) this->wait_keys();
+  }
+
+  __device__ void mainloop() {
+    work.for_each_m_block(p, [&](int head, int m_block, bool cut) { step(head, m_block, cut); });
+  }
+
+  // Stores dK.
+  __device__ void epilogue() { this->store_sum(sum, /*of_values=*/false, Config::channel()); }
+
+  // In the picture above ValueTeam::run().
   __device__ void run() {
     sum.fill(0);
-    if (block.has_rows()) this->wait_keys();
-    block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
-    this->store_sum(sum, /*of_values=*/false, Config::channel());
+    prologue();
+    mainloop();
+    epilogue();
   }
 };
 
