@@ -963,13 +963,13 @@ class DbiasPlan(typing.NamedTuple):
     item_entries: int
     item_heads: int
     item_slots: int
-    key_blocks: int
+    n_blocks: int
     tiles: int
     items: int
     entries_of_tiles: int
     entries_of_items: int
     splits: int
-    items_of_part: int
+    items_of_split: int
     blocks: int
     size: int
     scratch: int
@@ -1000,10 +1000,10 @@ def test_tiles_of_the_gradient_of_a_bias_have_all_their_scores_once(host, batch1
     assert found == sorted(expected.values())
     assert (plan.tile_heads, plan.item_heads) == ((6, 1) if heads > 1 else (1, 6))
     assert (plan.tile_slots, plan.item_slots) == ((3, 1) if rows > 1 else (1, 3))
-    assert plan.tiles == plan.tile_entries * plan.tile_heads * plan.tile_slots * plan.key_blocks
+    assert plan.tiles == plan.tile_entries * plan.tile_heads * plan.tile_slots * plan.n_blocks
     assert plan.items == plan.item_entries * plan.item_heads * plan.item_slots
     assert plan.size == batch1 * batch2 * heads * rows * problem.keys
-    assert plan.key_blocks == 4
+    assert plan.n_blocks == 4
 
 
 @pytest.mark.parametrize("rows", [1, 300])
@@ -1017,20 +1017,20 @@ def test_slots_of_packed_entries(host, rows):
 
 @pytest.mark.parametrize("multiprocessors", [4, 132])
 def test_few_tiles_of_the_gradient_of_a_bias_are_divided(host, multiprocessors):
-    """So that the GPU is full, in little memory; each part of the sum has its block."""
+    """So that the GPU is full, in little memory; each split of the sum has its block."""
     draw = random.Random(4)
     for _ in range(300):
         batch, heads, rows, keys = draw.choice((1, 8)), draw.choice((1, 16)), draw.choice((1, 200, 4096)), 4096
         shape = dict(batch=batch, heads=heads, seqlen_q=rows, keys=draw.choice((2, 300, keys)))
         bias = dict(batch1=draw.choice((1, batch)), heads_of_bias=draw.choice((1, heads)), rows=draw.choice((1, rows)))
         _, plan = dbias_plan(host, **shape, **bias, multiprocessors=multiprocessors)
-        assert (plan.splits - 1) * plan.items_of_part < plan.items <= plan.splits * plan.items_of_part
+        assert (plan.splits - 1) * plan.items_of_split < plan.items <= plan.splits * plan.items_of_split
         assert plan.scratch == (plan.splits > 1) * plan.splits * plan.size
         assert plan.splits == 1 or plan.splits * plan.tiles <= 4 * multiprocessors
         assert plan.blocks == min(plan.splits * plan.tiles, multiprocessors)
         if plan.tiles * plan.items >= 8 * multiprocessors:  # blocks end at about the same time
             waves = -(-plan.tiles * plan.splits // multiprocessors)
-            assert waves * plan.items_of_part * multiprocessors <= 1.6 * plan.tiles * plan.items
+            assert waves * plan.items_of_split * multiprocessors <= 1.6 * plan.tiles * plan.items
         if plan.tiles >= 4 * multiprocessors:
             assert plan.splits == 1
 

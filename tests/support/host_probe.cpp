@@ -300,8 +300,8 @@ const char* find_dbias_plan(const DbiasProblem* problem, int64_t* plan) {
     const DbiasPlan found = plan_dbias(p, multiprocessors);
     const auto& [tiles, items] = std::tie(found.tiles, found.items);
     answer(plan, {tiles.entries.value, tiles.heads.value, tiles.slots.value, items.entries.value, items.heads.value,
-                  items.slots.value, found.key_blocks.value, found.num_tiles, found.num_items, found.entries_of_tiles,
-                  found.entries_of_items, found.splits, found.items_of_part, found.blocks.value, found.size,
+                  items.slots.value, found.n_blocks.value, found.num_tiles, found.num_items, found.entries_of_tiles,
+                  found.entries_of_items, found.splits, found.items_of_split, found.blocks.value, found.size,
                   scratch_of(found)});
   });
 }

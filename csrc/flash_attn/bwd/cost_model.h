@@ -14,9 +14,9 @@
 //
 // The constants fit the rows of benchmarks/ladders/flash_attn_few_keys.csv, which were measured on an H100 both without
 // splits and with as many as are chosen here; benchmarks/results/flash_attn_h100.csv has later times of some of them.
-// In each row the choice is the faster of the two. Up to 128 channels, a step takes 2.8 to 3.7 us in every row with
-// splits; above, 2.6 to 5.2. Without splits it takes 2.0 to 3.2, so that the model sees more in splits than there is:
-// up to twice the gain. tests/test_config.py replays the rows.
+// In each row the choice is the faster of the two. A step takes 2.5 to 3.75 us in every row with splits, or up to 5.2
+// above 128 channels. Without splits it takes 1.9 to 3.2, so that the model sees more in splits than there is: up to
+// twice the gain. tests/attention/test_config.py replays the rows.
 #pragma once
 
 #include <algorithm>

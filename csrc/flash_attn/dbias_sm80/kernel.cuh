@@ -54,17 +54,17 @@ struct DbiasConfig {
   static constexpr int kWarps = kRowWarps * (kKeys / kWarpKeys), kThreads = 32 * kWarps;
 };
 
-// A part of the items of a tile of dbias, which one thread block adds.
-struct DbiasPart {
+// A split of a tile of dbias: those of its items that one thread block adds.
+struct DbiasSplit {
   int entry, head, slot;  // of the first item of the tile
   int key0;
-  int split;
+  int number;  // of the split in its tile
   Interval items;
 };
 
 // A tile of scores: query rows row0 .. row0 + 127 of an entry and head, and 128 keys.
 struct DbiasItem {
-  int part;   // among the parts of all tiles; not less than their number if there is no item any more
+  int split;  // among the splits of all tiles; not less than their number if there is no item any more
   int index;  // among the items of the tile
   int entry, head, row0, key0;
   Sequence seq;
@@ -95,26 +95,26 @@ struct DbiasOrder {
   const DbiasPlan& plan;
   const Problem& problem;
 
-  __device__ int num_parts() const { return plan.num_tiles * plan.splits; }
+  __device__ int num_splits() const { return plan.num_tiles * plan.splits; }
 
   // Blocks that run at the same time take tiles of the same entries and heads, and visit these in the same order, so
   // that what they read is in the L2 cache.
-  __device__ DbiasPart part_at(int index) const {
+  __device__ DbiasSplit split_at(int index) const {
     const auto take = [&](const Divisor& count) {
       const int rest = count.divide(index), taken = count.remainder(index, rest);
       index = rest;
       return taken;
     };
-    const int key_block = take(plan.key_blocks), slot = take(plan.tiles.slots), head = take(plan.tiles.heads);
-    const int entry = take(plan.tiles.entries) * plan.entries_of_tiles, first = index * plan.items_of_part;
-    const Interval items = {first, min(first + plan.items_of_part, plan.num_items) - 1};
-    return {entry, head, slot, key_block * kDbiasKeys, /*split=*/index, items};
+    const int n_block = take(plan.n_blocks), slot = take(plan.tiles.slots), head = take(plan.tiles.heads);
+    const int entry = take(plan.tiles.entries) * plan.entries_of_tiles, first = index * plan.items_of_split;
+    const Interval items = {first, min(first + plan.items_of_split, plan.num_items) - 1};
+    return {entry, head, slot, n_block * kDbiasKeys, /*number=*/index, items};
   }
 
-  // The part that a thread block takes after another. Every second time, blocks take parts in reverse order: under a
+  // The split that a thread block takes after another. Every second time, blocks take splits in reverse order: under a
   // mask, a block might otherwise always get those of which much is seen, or little.
-  __device__ int next_part(int part) const {
-    const int blocks = plan.blocks.value, round = plan.blocks.divide(part) + 1, own = blockIdx.x;
+  __device__ int next_split(int split) const {
+    const int blocks = plan.blocks.value, round = plan.blocks.divide(split) + 1, own = blockIdx.x;
     return round * blocks + (round % 2 == 0 ? own : blocks - 1 - own);
   }
 
@@ -127,29 +127,29 @@ struct DbiasOrder {
   }
 
   // All lanes of a warp call it together.
-  __device__ DbiasItem item_at(int part_index, const DbiasPart& part, int index) const {
+  __device__ DbiasItem item_at(int split_index, const DbiasSplit& split, int index) const {
     const int outer = plan.items.slots.divide(index), step = plan.items.heads.divide(outer);
-    const int head = part.head + plan.items.heads.remainder(outer, step);
-    int entry = part.entry + step * plan.entries_of_items;
-    const int row0 = first_row(part.slot + plan.items.slots.remainder(index, outer), entry);
+    const int head = split.head + plan.items.heads.remainder(outer, step);
+    int entry = split.entry + step * plan.entries_of_items;
+    const int row0 = first_row(split.slot + plan.items.slots.remainder(index, outer), entry);
     const Sequence seq(problem, entry);
     const Interval rows = {row0, min(row0 + kDbiasRows, seq.q.length) - 1};
-    return {part_index, index, entry, head, row0, part.key0, seq, RangedMask(problem, seq, head, rows)};
+    return {split_index, index, entry, head, row0, split.key0, seq, RangedMask(problem, seq, head, rows)};
   }
 
-  // A warp finds the first item from the index-th of a part on of which something is seen, in this part or those that
+  // A warp finds the first item from the index-th of a split on of which something is seen, in this split or those that
   // follow.
-  __device__ void find(DbiasItem& found, int part_index, int index) const {
-    for (; part_index < num_parts(); part_index = next_part(part_index), index = 0) {
-      const DbiasPart part = part_at(part_index);
-      for (index = max(index, part.items.first); index <= part.items.last; ++index) {
-        const DbiasItem item = item_at(part_index, part, index);
+  __device__ void find(DbiasItem& found, int split_index, int index) const {
+    for (; split_index < num_splits(); split_index = next_split(split_index), index = 0) {
+      const DbiasSplit split = split_at(split_index);
+      for (index = max(index, split.items.first); index <= split.items.last; ++index) {
+        const DbiasItem item = item_at(split_index, split, index);
         if (!item.is_seen()) continue;
         if (lane_id() == 0) found = item;
         return;
       }
     }
-    if (lane_id() == 0) found.part = part_index;
+    if (lane_id() == 0) found.split = split_index;
   }
 };
 
@@ -175,9 +175,9 @@ struct DbiasSum {
   __device__ DbiasOrder order() const { return {p.plan, problem}; }
 
   __device__ DbiasItem& item(int n) const { return shared.items[n % 4]; }
-  __device__ bool exists(int n) const { return item(n).part < order().num_parts(); }
+  __device__ bool exists(int n) const { return item(n).split < order().num_splits(); }
   __device__ void find_next_item(int n) const {
-    if (warp_id() == 0) order().find(item(n + 1), item(n).part, item(n).index + 1);
+    if (warp_id() == 0) order().find(item(n + 1), item(n).split, item(n).index + 1);
   }
 
   // -------------------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ struct DbiasSum {
   // Adds item n, and finds the item after the next.
   __device__ void add_item(int n) {
     const DbiasItem& x = item(n);
-    const bool has_new_bias = p.plan.copies_bias && (n == 0 || x.part != item(n - 1).part);
+    const bool has_new_bias = p.plan.copies_bias && (n == 0 || x.split != item(n - 1).split);
     RowValues lse, lo_log2{}, softmax_d;
     load_values(lse, row_values(p.bwd.softmax_lse, problem, x.seq.q, x.head), x, INFINITY);
     if (p.bwd.lse_lo != nullptr) {
@@ -333,8 +333,8 @@ struct DbiasSum {
     dp.fill(0);
     await_chunk(nullptr, /*all=*/has_new_bias);
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      if ((turn == 0) == (warp_id() < Config::kWarps / 2)) {
+    for (int phase = 0; phase < 2; ++phase) {
+      if ((phase == 0) == (warp_id() < Config::kWarps / 2)) {
         probabilities(s, x, lse, lo_log2);
       } else {
         multiply(dp);
@@ -353,13 +353,13 @@ struct DbiasSum {
 
   // Stores the sum to a tensor like dbias, at `data`.
   template <typename Element>
-  __device__ void store_tile(Element* data, const DbiasPart& part) const {
-    int entry = part.entry;
-    const int row0 = order().first_row(part.slot, entry);
+  __device__ void store_tile(Element* data, const DbiasSplit& split) const {
+    int entry = split.entry;
+    const int row0 = order().first_row(split.slot, entry);
     const Span span = query_span(problem, entry);
     const int rows = max(0, span.length - row0);  // of packed entries, a slot may have none
-    const int col0 = part.key0 + warp_key(), cols = p.keys - col0;
-    Element* first = data + row_start(p.rows, entry, part.head, span.first + row0) + col0;
+    const int col0 = split.key0 + warp_key(), cols = p.keys - col0;
+    Element* first = data + row_start(p.rows, entry, split.head, span.first + row0) + col0;
     if constexpr (sizeof(Element) == 2) {
       const StridedRows<Element> to_rows{first, p.rows.seqlen, 0, rows};
       if (p.keys % 8 == 0) return store_rows<Element>(sum, to_rows, warp_row(), cols);
@@ -377,7 +377,7 @@ struct DbiasSum {
 
   // The same where one row of dbias serves all: the sum over the rows, too.
   template <typename Element>
-  __device__ void store_sum_of_rows(Element* data, const DbiasPart& part) const {
+  __device__ void store_sum_of_rows(Element* data, const DbiasSplit& split) const {
 #pragma unroll
     for (int c = 0; c < sum.kLaneCols; ++c) {
       float x = 0;
@@ -389,35 +389,36 @@ struct DbiasSum {
     }
     __syncthreads();
     const int col = threadIdx.x;
-    if (col < min(Config::kKeys, p.keys - part.key0)) {
+    if (col < min(Config::kKeys, p.keys - split.key0)) {
       float x = 0;
       for (const auto& of_warp : shared.sums) x += of_warp[col];
-      data[row_start(p.rows, part.entry, part.head, 0) + part.key0 + col] = Element(x);
+      data[row_start(p.rows, split.entry, split.head, 0) + split.key0 + col] = Element(x);
     }
     __syncthreads();
   }
 
   template <typename Element>
-  __device__ void store_as(Element* data, const DbiasPart& part) const {
-    p.rows.seqlen == 0 ? store_sum_of_rows(data, part) : store_tile(data, part);
+  __device__ void store_as(Element* data, const DbiasSplit& split) const {
+    p.rows.seqlen == 0 ? store_sum_of_rows(data, split) : store_tile(data, split);
   }
 
-  // Stores the sum as that of a part, and zeros for the parts between this and the part `end`, of which nothing is
+  // Stores the sum as that of a split, and zeros for the splits between this and the split `end`, of which nothing is
   // seen.
-  __device__ void store_parts(int index, int end) {
-    for (; index != end && index < order().num_parts(); index = order().next_part(index)) {
-      const DbiasPart part = order().part_at(index);
+  __device__ void store_splits(int index, int end) {
+    for (; index != end && index < order().num_splits(); index = order().next_split(index)) {
+      const DbiasSplit split = order().split_at(index);
       if (p.plan.splits > 1 || p.dtype == DType::kFloat32) {
-        float* partial = p.plan.partial + part.split * p.plan.size;
-        store_as(p.plan.splits > 1 ? partial : static_cast<float*>(p.dbias), part);
+        float* partial = p.plan.partial + split.number * p.plan.size;
+        store_as(p.plan.splits > 1 ? partial : static_cast<float*>(p.dbias), split);
       } else {
-        store_as(static_cast<T*>(p.dbias), part);
+        store_as(static_cast<T*>(p.dbias), split);
       }
       sum.fill(0);
     }
   }
 
-  __device__ void run() {
+  // Finds the first two items, and fills the ring but for one stage.
+  __device__ void prologue() {
     sum.fill(0);
     if (warp_id() == 0) order().find(item(0), blockIdx.x, 0);
     __syncwarp();
@@ -425,12 +426,23 @@ struct DbiasSum {
     __syncthreads();
 #pragma unroll 1
     for (int to_stage = 0; to_stage < Config::kStages - 1; ++to_stage) load_chunk(to_stage);
-    int part = blockIdx.x;  // that the sum belongs to
+  }
+
+  // Items 0 and 1, with one chunk of 64 channels each:
+  //
+  //   copies     Q0, K0 | dO0, V0      | Q1, K1             | dO1, V1            |
+  //   warps 0-3         | S0 = Q0 K0   | exp P0             | dP0 = dO0 V0       | sum += P0 (dP0 - softmax_d) | S1 ...
+  //   warps 4-7         | S0 = Q0 K0   | dP0 = dO0 V0       | exp P0             | sum += P0 (dP0 - softmax_d) | S1 ...
+  //
+  // The epilogue, store_splits, comes whenever the items of a split end; copies go on meanwhile.
+  __device__ void run() {
+    prologue();
+    int split = blockIdx.x;  // that the sum belongs to
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      store_parts(part, item(n).part);
+      store_splits(split, item(n).split);
       if (!exists(n)) return;
-      part = item(n).part;
+      split = item(n).split;
       add_item(n);
     }
   }
@@ -443,7 +455,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dbias_kernel(const __grid
 
 constexpr int kMergeThreads = 256;
 
-// Adds the sums of the parts of each tile, in their order, and rounds.
+// Adds the sums of the splits of each tile, in their order, and rounds.
 template <typename Element>
 __global__ __launch_bounds__(kMergeThreads) void merge_dbias_kernel(const __grid_constant__ PlannedDbias p) {
   const int64_t index = int64_t{blockIdx.x} * kMergeThreads + threadIdx.x;

@@ -19,22 +19,22 @@ struct DbiasCounts {
 
 // Scores are cut into tiles. Along each dimension, dbias either has as many elements as there are scores, or one for
 // all: then the tiles of all entries, heads or slots are added. So each tile of dbias is the sum of some tiles of
-// scores, its items. If there are too few tiles for the GPU, the items of one are divided into parts, which different
+// scores, its items. If there are too few tiles for the GPU, the items of one are divided into splits, which different
 // thread blocks add.
 struct DbiasPlan {
-  DbiasCounts tiles;  // of dbias; there are key_blocks of them in each slot
+  DbiasCounts tiles;  // of dbias; there are n_blocks of them in each slot
   DbiasCounts items;  // of a tile; each of these times that of the tiles is how many there are in all
-  Divisor key_blocks;
+  Divisor n_blocks;
   int num_tiles, num_items;  // in all, and of a tile; 0 if there are no scores
   int entries_of_tiles;      // how many entries one tile's first entry lies behind that of the tile before
   int entries_of_items;      // and an item of a tile behind the one before
-  int splits = 1;            // parts of a tile
-  int items_of_part;
+  int splits = 1;            // of a tile
+  int items_of_split;
   bool copies_bias;          // whether tiles of the bias are copied to shared memory, in chunks of 16 bytes
   Divisor heads_of_key;      // query heads that share a key head
   Divisor blocks;            // persistent thread blocks
   int64_t size;              // elements of dbias
-  float* partial = nullptr;  // (splits, size), the sums of the parts; unused if a tile is one part
+  float* partial = nullptr;  // (splits, size), the sums of the splits; unused if a tile is one split
 };
 
 // The kernel's parameters.

@@ -12,18 +12,18 @@
 
 namespace flash::flash_attn {
 
-// Into how many parts the items of a tile are divided. The GPU runs one thread block on each multiprocessor, and each
-// part takes about as long for its start and its end as for an item. Partial sums are kept small: four of them for each
-// multiprocessor at most.
-inline int parts_of_tile(int64_t tiles, int64_t items, int multiprocessors) {
+// Into how many splits the items of a tile are divided. The GPU runs one thread block on each multiprocessor, and each
+// split takes about as long for its start and its end as for an item. Partial sums are kept small: four of them for
+// each multiprocessor at most.
+inline int splits_of_tile(int64_t tiles, int64_t items, int multiprocessors) {
   constexpr int kStartAndEnd = 1;
-  const auto time = [&](int64_t parts) {
-    return ceil_div(tiles * parts, multiprocessors) * ((items + parts - 1) / parts + kStartAndEnd);
+  const auto time = [&](int64_t splits) {
+    return ceil_div(tiles * splits, multiprocessors) * ((items + splits - 1) / splits + kStartAndEnd);
   };
   const int64_t most = std::min<int64_t>(items, 4 * multiprocessors / std::max<int64_t>(tiles, 1));
   int64_t best = 1;
-  for (int64_t parts = 2; parts <= most; ++parts) {
-    if (time(parts) < time(best)) best = parts;
+  for (int64_t splits = 2; splits <= most; ++splits) {
+    if (time(splits) < time(best)) best = splits;
   }
   return static_cast<int>(best);
 }
@@ -59,22 +59,22 @@ inline bool copies_bias(const Problem& p) {
   return in_chunks && bias.dtype == p.dtype && p.softcap == 0 && p.alibi_slopes == nullptr;
 }
 
-// Counts tiles, items and parts, once their numbers along each dimension are set.
-inline void count_parts(DbiasPlan& plan, const DbiasParams& p, int multiprocessors) {
+// Counts tiles, items and splits, once their numbers along each dimension are set.
+inline void count_splits(DbiasPlan& plan, const DbiasParams& p, int multiprocessors) {
   const auto total = [](const DbiasCounts& counts) {
     return int64_t{counts.entries.value} * counts.heads.value * counts.slots.value;
   };
-  const int64_t tiles = total(plan.tiles) * plan.key_blocks.value, items = total(plan.items);
-  const int64_t parts = parts_of_tile(tiles, items, multiprocessors);
-  if (std::max(tiles * parts, items) > 1 << 30) {
+  const int64_t tiles = total(plan.tiles) * plan.n_blocks.value, items = total(plan.items);
+  const int64_t splits = splits_of_tile(tiles, items, multiprocessors);
+  if (std::max(tiles * splits, items) > 1 << 30) {
     throw std::invalid_argument("attn_bias has too many rows and heads for one launch: " + std::to_string(tiles) +
                                 " tiles of " + std::to_string(items) + " items");
   }
   const int64_t rows = p.rows.seqlen != 0 ? p.bwd.problem.seqlen_q : 1;
   plan.num_tiles = static_cast<int>(tiles), plan.num_items = static_cast<int>(items);
-  plan.splits = static_cast<int>(parts);
-  plan.items_of_part = ceil_div(plan.num_items, plan.splits);
-  plan.blocks = divisor(std::min<int64_t>(tiles * parts, multiprocessors));
+  plan.splits = static_cast<int>(splits);
+  plan.items_of_split = ceil_div(plan.num_items, plan.splits);
+  plan.blocks = divisor(std::min<int64_t>(tiles * splits, multiprocessors));
   plan.size = int64_t{plan.tiles.entries.value} * plan.tiles.heads.value * rows * p.keys;
 }
 
@@ -88,10 +88,10 @@ inline DbiasPlan plan_dbias(const DbiasParams& p, int multiprocessors) {
   divide_entries(plan, p.rows, static_cast<int>(entries));
   (p.rows.heads != 0 ? plan.tiles : plan.items).heads = divisor(problem.heads);
   (p.rows.seqlen != 0 ? plan.tiles : plan.items).slots = divisor(slots);
-  plan.key_blocks = divisor(ceil_div(p.keys, kDbiasKeys));
+  plan.n_blocks = divisor(ceil_div(p.keys, kDbiasKeys));
   plan.copies_bias = copies_bias(problem);
   plan.heads_of_key = divisor(problem.heads_k > 0 ? problem.heads / problem.heads_k : 1);
-  if (entries * problem.heads * slots * p.keys > 0) count_parts(plan, p, multiprocessors);
+  if (entries * problem.heads * slots * p.keys > 0) count_splits(plan, p, multiprocessors);
   return plan;
 }
 
