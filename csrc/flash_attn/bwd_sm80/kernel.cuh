@@ -540,11 +540,11 @@ __device__ MBlock prologue(BwdShared<Config>& shared, const BwdSm80Params& p) {
 }
 
 // Visits all m_blocks from `m_block` on: the value team sums dV, and the key team dK / softmax_scale. dQ of a step is
-// computed in the next one, and the last dQ after all steps:
+// computed in the next one, and the last dQ after all steps. Steps 0 and 1:
 //
-//   copies      Q1, dO1         | Q2, dO2                           | Q3, dO3
-//   value team  S0 = K Q0       | exp P0 | dV += P0 dO0 | S1 = K Q1 | exp P1 | dQ0 = dS0 K      | dV += P1 dO1
-//   key team    dP0 = V dO0     | wait   | dS0, dK += dS0 Q0        | dQ0 = dS0 K | dP1 = V dO1 | dS1, dK += dS1 Q1
+//   copies      Q1, dO1               |                     | Q2, dO2
+//   value team  S0 = K Q0, exp P0     | dV += P0 dO0        | S1 = K Q1, exp P1, dQ0 = dS0 K    | dV += P1 dO1
+//   key team    dP0 = V dO0, wait P0  | dS0, dK += dS0 Q0   | dQ0 = dS0 K, dP1 = V dO1, wait P1 | dS1, dK += dS1 Q1
 template <typename Config>
 __device__ void mainloop_with_late_dq(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum,
                                       const Steps<Config>& steps, MBlock m_block) {
@@ -572,9 +572,9 @@ __device__ void mainloop_with_late_dq(BwdShared<Config>& shared, const BwdSm80Pa
 
 // The same where dQ of a step is its last product, computed while the next rows are loaded into the only stage:
 //
-//   copies      Q0, dO0 |                               | Q1, dO1     |
-//   value team          | S0 = K Q0, exp P0 | dV += P0 dO0  | dQ0 = dS0 K | S1 = K Q1 ...
-//   key team            | dP0 = V dO0, dS0 | dK += dS0 Q0   | dQ0 = dS0 K | dP1 = V dO1 ...
+//   copies                            |                     | Q1, dO1
+//   value team  S0 = K Q0, exp P0     | dV += P0 dO0        | dQ0 = dS0 K  | S1 = K Q1, exp P1
+//   key team    dP0 = V dO0, wait P0  | dS0, dK += dS0 Q0   | dQ0 = dS0 K  | dP1 = V dO1, wait P1
 template <typename Config>
 __device__ void mainloop(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum,
                          const Steps<Config>& steps, MBlock m_block) {

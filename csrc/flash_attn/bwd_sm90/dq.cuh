@@ -69,7 +69,7 @@ struct DqWarp {
   BwdSm90Shared<Config>& shared;
   const NBlockWork<Config>& work;
   const int half;
-  RingCursor<2>& semaphore_at;
+  RingCursor<2>& ring_at;  // of semaphore_ring
   uint32_t& accum_parity;
   int* added = nullptr;  // the semaphore of the last box, to be released when TMA has written that box
 
@@ -134,15 +134,15 @@ struct DqWarp {
     added = semaphore.order.last ? nullptr : semaphore.semaphores + half;
     if (lane_id() == 0) {  // alone: a late lane would misread the ring's parity (visits_rows in bwd_sm90/load.cuh)
       if constexpr (Config::kSemaphoreWaiter == SemaphoreWaiter::kOwnWarp) {
-        shared.semaphore_ring.wait_full(semaphore_at);
-        shared.semaphore_ring.release(semaphore_at);
+        shared.semaphore_ring.wait_full(ring_at);
+        shared.semaphore_ring.release(ring_at);
         ptx::fence_async_global();
       } else {
         semaphore.wait(half);
       }
       if (fate == DqFate::kRoundWithSum) load_accum(head, m_block);
     }
-    semaphore_at.advance();
+    ring_at.advance();
     __syncwarp();
     if (fate == DqFate::kRoundWithSum) {
       shared.accum_here[half].wait(accum_parity);
@@ -173,10 +173,10 @@ struct DqWarp {
 // A dQ warp's loop over all n_blocks.
 template <typename Config>
 __device__ void take_halves(const BwdSm90Launch& p, BwdSm90Shared<Config>& shared, int half) {
-  RingCursor<2> semaphore_at;
+  RingCursor<2> ring_at;
   uint32_t accum_parity = 0;
   for_each_work_tile(p, shared, [&](const NBlockWork<Config>& work) {
-    DqWarp<Config>{p, shared, work, half, semaphore_at, accum_parity}.run();
+    DqWarp<Config>{p, shared, work, half, ring_at, accum_parity}.run();
   });
 }
 

@@ -248,20 +248,18 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     this->store_sum(dk, /*of_values=*/false);
   }
 
-  // Cooperative, 64 rows a step:
+  // Cooperative, 64 rows a step; the m_blocks are 2, 1, 0:
   //
-  //   loader warp  copy K, V, Q2, dO2 | copy Q1, dO1        |            |                        |
-  //   warpgroup 0                     | S = K Q, dP = V dO  | exp P, dS  | dV += P dO, dQ = dS K  | dK += dS Q, fill
-  //   box warpgroup 1                     | S = K Q, dP = V dO  | exp P, dS  | dV += P dO, dQ = dS K  | dK += dS Q,
-  //   fill box dQ warps                        |                     |            |                        |        add
-  //   boxes
+  //   loader warp  copy K, V, Q2, dO2 | copy Q1, dO1         |             |                        |
+  //   warpgroup 0                     | S2 = K Q2, dP2 = ... | exp P2, dS2 | dV += P2 dO2, dQ2 = .. | dK += dS2 Q2, box
+  //   warpgroup 1                     | S2 = K Q2, dP2 = ... | exp P2, dS2 | dV += P2 dO2, dQ2 = .. | dK += dS2 Q2, box
+  //   dQ warps                        |                      |             |                        |         add boxes
   //
-  // Ping-pong, 128 rows a step, m_blocks 2, 1, 0:
+  // Ping-pong, 128 rows a step:
   //
-  //   warpgroup 0  S2, dP2 | exp P2, dS2 | dV += P2 dO2          | dK += dS2 Q2 | S1, dP1     | exp P1, dS1 | dV, dQ2,
-  //   dK warpgroup 1          |             | wait for warpgroup 0  | S2, dP2      | exp P2, dS2 | dV, dK      | S1,
-  //   dP1 dQ warps             |             |                       |              |             |             | add
-  //   boxes
+  //   warpgroup 0  S2, dP2 | exp P2, dS2 | dV += .., dK += .. | S1, dP1     | exp P1, dS1        | dV, dQ2, dK, box
+  //   warpgroup 1          | wait        | S2, dP2            | exp P2, dS2 | dV += .., dK += .. | S1, dP1
+  //   dQ warps             |             |                    |             |                    |          add boxes
   __device__ void run() {
     dv.fill(0), dk.fill(0);
     if (work.has_rows()) {

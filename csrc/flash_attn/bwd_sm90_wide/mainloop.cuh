@@ -138,13 +138,12 @@ struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
     this->store_sum(sum, /*of_values=*/true, Config::channel());
   }
 
-  // The three teams at m_blocks 1 and 0; `scores` is the tile that they hand on:
+  // The three teams at m_blocks 1 and 0. A step hands the tile `scores` on from team to team:
   //
-  //   producer    copy Q1, dO1 | copy Q0, dO0      |             |                   |              |
-  //   value team               | S1 = K Q1, exp P1 | P1 > scores | dV += P1 dO1      | S0 = K Q0    | exp P0 > scores
-  //   ... key team                 | dP1 = V dO1       | wait        | dS1 from P1 > scores | dK += dS1 Q1 | dP0 = V
-  //   dO0 ... query team               |                   |             |                   | take dS1     | dQ1 = dS1
-  //   K, add ...
+  //   producer    copy Q1, dO1 | copy Q0, dO0      |              |               |              |
+  //   value team               | S1 = K Q1, exp P1 | store P1     | dV += P1 dO1  | S0 = K Q0, exp P0, wait
+  //   key team                 | dP1 = V dO1       | wait         | dS1 for P1    | dK += dS1 Q1 | dP0 = V dO0
+  //   query team               | wait              |              |               | take dS1     | dQ1 = dS1 K, add
   __device__ void run() {
     sum.fill(0);
     prologue();
