@@ -733,7 +733,7 @@ def test_packed_entries_that_do_not_wait(host, causal, longest, swizzle):
 
 @pytest.mark.parametrize("option", ["capped", "ranged"])
 def test_many_key_heads_with_features_start_together_on_sm90(host, option):
-    """Blocks of long rows of head dim 64, which round dq with features: with few heads together they wait for one another."""
+    """Blocks of long rows of head dim 64, which round dq with features: of few heads, they wait for one another."""
     plan = bwd_plan(host, 1, 64, 8, 64, 4096, 4096, False, has_sm90=True, **{option: True})
     assert (plan.rounds_dq, plan.swizzle_heads) == (True, 8)
 
@@ -861,6 +861,7 @@ def test_empty_problems_take_the_portable_backward(host):
         empty = tuple(0 if i == place else x for i, x in enumerate(full))
         assert not bwd_plan(host, *empty, has_sm90=True).on_sm90
 
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The cost model of splits, beside what was measured
 
@@ -931,7 +932,6 @@ def test_a_step_of_the_cost_model_takes_about_as_long_in_all_calls_with_splits(h
         assert low <= step <= high, case
         seen += 1
     assert seen >= 25
-
 
 
 # ---------------------------------------------------------------------------------------------------------------------
