@@ -24,8 +24,8 @@ __device__ inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0
 
 __device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgroup); }
 
-// Returns the value, but hides from the compiler where it comes from. So what is computed from it is not hoisted out of
-// loops, where it would occupy registers.
+// Returns the value, but hides from the compiler where it comes from. So what is computed from it is computed anew at
+// each use (rematerialized), and not hoisted out of loops, where it would occupy registers.
 __device__ inline unsigned rematerialized(unsigned value) {
   asm volatile("" : "+r"(value));
   return value;

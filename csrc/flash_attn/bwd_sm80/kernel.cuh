@@ -24,7 +24,8 @@
 // The next rows are loaded during the computation. Beyond 256 channels there is room for one tile of rows only, and dQ
 // is computed in the step of its own rows: last, while the next rows are loaded.
 //
-// Deterministic: thread blocks add to the same rows of dQ in the order of their keys (DqOrder).
+// Deterministic: thread blocks add to the same rows of dQ in the order of their keys, and wait at dQ semaphores
+// (DqOrder).
 #pragma once
 
 #include <cstdint>
@@ -112,7 +113,7 @@ struct BwdShared {
   Interval keys;       // the keys of the n_block
   Interval m_blocks;   // from the first to the last that see some of these; with key ranges, some between may not
   const uint32_t* live_bits;  // with key ranges, in place of live_keys: KeyUse::live
-  struct DqOrders {
+  struct {
     MBlock previous, next;  // see sync_at_semaphores; head -1: none
   } dq_order;
 };
@@ -125,8 +126,8 @@ using KeySum = Fragment<Config::kWarpKeys, Config::kWarpDim>;  // dV or dK
 // ---------------------------------------------------------------------------------------------------------------------
 // Which warp does what
 
-// What a warp does in the products. It is constructed anew wherever it is used: otherwise the compiler would keep
-// it, and all addresses that follow from it, in registers.
+// What a warp does in the products. It is constructed anew wherever it is used: otherwise the compiler would keep it,
+// and all addresses that follow from it, in registers.
 template <typename Config>
 struct WarpRole {
   int warp = __shfl_sync(~0u, warp_id(), 0);                  // tells the compiler that all lanes have the same value
