@@ -661,7 +661,7 @@ def flash_attn_with_kvcache(
             both are undefined.
         cache_leftpad: int32 (batch,), how many positions at the start of each entry are skipped; None means 0.
         block_table: int32 (batch, pages of an entry), or None: position m of entry b is in page
-            block_table[b, m // page_size].
+            block_table[b, m // page_size]. A part of a larger table is read where it lies, without a copy.
         softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
         causal: the last query sees the last key, each query before it one key less.
         window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.

@@ -16,13 +16,20 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 struct Options {
-  Arguments& from;
-  double scale = from.take<double>();
-  int64_t left = from.take<int64_t>();
-  OptionalTensor slopes = from.take<OptionalTensor>();
-  std::optional<int64_t> bound = from.take<std::optional<int64_t>>();
-  bool flag = from.take<bool>();
+  double scale;
+  int64_t left;
+  OptionalTensor slopes;
+  std::optional<int64_t> bound;
+  bool flag;
 };
+
+void parse(Arguments& from, Options& options) {
+  from.read(options.scale);
+  from.read(options.left);
+  from.read(options.slopes);
+  from.read(options.bound);
+  from.read(options.flag);
+}
 
 // x, and what was given: scale, left, the number of slopes or -1, the bound or -1, the flag, and whether there is y.
 std::tuple<Tensor, Tensor> describe(const Tensor& x, const OptionalTensor& y, Options& options) {

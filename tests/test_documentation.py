@@ -48,7 +48,7 @@ def test_examples(page):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
 def test_support_matrix(row):
     title, _, gpu = row
-    bindings = "".join(path.read_text() for path in (ROOT / "csrc/binding").glob("*.cpp"))
+    bindings = "".join(path.read_text() for path in (ROOT / "csrc/binding").rglob("*.cpp"))
     registered = set(re.findall(r'm\.impl\("(\w+)"', bindings))
     (ops,) = (ops for word, ops in OPS.items() if word in title)
     assert ("kernel" in gpu) == (ops <= registered)

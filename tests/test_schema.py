@@ -42,12 +42,18 @@ CPP_TYPES = {
 @in_a_source_tree
 @pytest.mark.parametrize("options", [Options, CacheOptions])
 def test_the_struct_in_cpp_has_the_same_members(options):
-    source = (native.CSRC / "binding/flash_attn.cpp").read_text()
-    body = re.search(rf"struct {options.__name__} {{\n  Arguments& from;\n(.*?)}};", source, re.DOTALL).group(1)
-    members = [re.fullmatch(r"  (\S+) (\w+) = from\.take<(\S+)>\(\);", line) for line in body.splitlines()]
-    assert all(member and member[1] == member[3] for member in members), body
-    expected = [(CPP_TYPES[kind], name) for name, kind in options.__annotations__.items()]
-    assert [(member[1], member[2]) for member in members] == expected
+    source = (native.CSRC / "binding/flash_attn/options.h").read_text()
+    body = re.search(rf"struct {options.__name__} {{\n(.*?)}};", source, re.DOTALL).group(1)
+    members = re.findall(r"  (\S+) (\w+);\n", body)
+    assert members == [(CPP_TYPES[kind], name) for name, kind in options.__annotations__.items()], body
+
+
+@in_a_source_tree
+@pytest.mark.parametrize("options", [Options, CacheOptions])
+def test_the_members_in_cpp_are_parsed_in_their_order(options):
+    source = (native.CSRC / "binding/flash_attn/options.h").read_text()
+    body = re.search(rf"void parse\(Arguments& from, {options.__name__}& options\) {{\n(.*?)\n}}", source, re.DOTALL)
+    assert body.group(1).splitlines() == [f"  from.read(options.{name});" for name in options._fields]
 
 
 @pytest.fixture(scope="module")

@@ -10,32 +10,45 @@
 
 namespace flash::binding {
 
-// The arguments of a call from the dispatcher, which are taken in the order of the schema.
+// The arguments of a call from the dispatcher, read one after the other in the order of the schema.
 class Arguments {
  public:
   // may_end_early: whether the schema may lack the last ones, which are then None, 0 or false.
   Arguments(StableIValue* values, uint64_t count, bool may_end_early)
       : next_(values), end_(values + count), may_end_early_(may_end_early) {}
 
-  // The next argument; or, for a struct that takes its members from Arguments, the next ones.
   template <typename T>
-  T take() {
-    if constexpr (requires { T{*this}; }) {
-      return T{*this};
-    } else {
-      if (may_end_early_ && next_ == end_) return T{};
-      STD_TORCH_CHECK(next_ < end_, "the op's schema has fewer arguments than its kernel");
-      return torch::stable::detail::to<T>(*next_++);
-    }
+  T next() {
+    if (may_end_early_ && next_ == end_) return T{};
+    STD_TORCH_CHECK(next_ < end_, "the op's schema has fewer arguments than its kernel");
+    return torch::stable::detail::to<T>(*next_++);
   }
 
-  void check_all_taken() const { STD_TORCH_CHECK(next_ == end_, "the op's schema has more arguments than its kernel"); }
+  template <typename T>
+  void read(T& value) {
+    value = next<T>();
+  }
+
+  void check_all_read() const { STD_TORCH_CHECK(next_ == end_, "the op's schema has more arguments than its kernel"); }
 
  private:
   StableIValue* next_;
   StableIValue* end_;
   bool may_end_early_;
 };
+
+// Returns the next argument. A struct of options has as many arguments as `parse(Arguments&, T&)` reads, a function
+// beside the struct.
+template <typename T>
+T parsed(Arguments& from) {
+  if constexpr (requires(T options) { parse(from, options); }) {
+    T options{};
+    parse(from, options);
+    return options;
+  } else {
+    return from.next<T>();
+  }
+}
 
 // Does what TORCH_BOX(function) does, for a function that may also take structs of options. With kMayEndEarly also for
 // an op that lacks the last of them.
@@ -45,10 +58,10 @@ struct Boxed;
 template <typename Result, typename... Parameters, Result (*kFunction)(Parameters...), bool kMayEndEarly>
 struct Boxed<kFunction, kMayEndEarly> {
   static void call(StableIValue* stack, uint64_t num_arguments, uint64_t /*num_results*/) {
-    Arguments arguments(stack, num_arguments, kMayEndEarly);
-    std::tuple<std::remove_cvref_t<Parameters>...> taken{arguments.take<std::remove_cvref_t<Parameters>>()...};
-    arguments.check_all_taken();
-    put(stack, std::apply(kFunction, taken));
+    Arguments from(stack, num_arguments, kMayEndEarly);
+    std::tuple<std::remove_cvref_t<Parameters>...> arguments{parsed<std::remove_cvref_t<Parameters>>(from)...};
+    from.check_all_read();
+    put(stack, std::apply(kFunction, arguments));
   }
 
  private:

@@ -21,9 +21,9 @@ namespace flash {
 // Only launches that follow one another may share a slot. Those of a stream do: a stream keeps the slot that its first
 // call has taken. Streams are known by their id, because CUDA gives the handle of a destroyed stream to a new one,
 // which may run beside the work that the old one has left. A graph may run beside the streams that it was captured
-// from, so it has slots of its own, one for each such stream, which are zeroed when the graph starts. There the stream
-// is known by its handle, which is its own until the capture ends: CUDA does not tell the id of a captured stream. The
-// slots are given back when CUDA destroys the graph and everything that was instantiated from it.
+// from, so it has slots of its own, one for each such stream, which are zeroed when the graph starts. CUDA does not
+// tell the id of a captured stream, so there the stream is known by its handle: until the capture ends, no other stream
+// has it. The slots are given back when CUDA destroys the graph and everything that was instantiated from it.
 //
 // CUDA does not say when a stream is destroyed. So that memory stays bounded, only the first kMostStreams streams of a
 // device have slots; find() returns null for the others, and for cudaStreamPerThread, one handle for several streams.

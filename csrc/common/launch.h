@@ -38,8 +38,8 @@ inline void check_launch(cudaError_t status, const char* call, const LaunchShape
   check_cuda(status, what.c_str(), launcher);
 }
 
-// Allows kKernel the dynamic shared memory that it asks for, which is always the same on a device, except in tests. Up
-// to 48 KB need no permission, static shared memory included, to which 8 KB are left here.
+// Allows kKernel the dynamic shared memory that it asks for, which is always the same on a device, except in tests. A
+// kernel with at most 48 KB, static shared memory included, needs no permission; 8 KB are left to the static one here.
 template <auto kKernel>
 void allow_shared_memory(const LaunchShape& shape) {
   if (shape.shared_bytes <= 40 * 1024) return;

@@ -4,21 +4,21 @@
 
 namespace flash::ptx {
 
-// Adds 1 to a counter and returns its value before. What this thread saw or wrote before is visible to every thread
-// that arrives later.
+// Adds 1 to a counter and returns its value before. A thread that arrives later sees what this thread has written, and
+// what this thread has seen.
 __device__ inline int arrive(int* counter) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 
-// Orders accesses to global memory between this thread and asynchronous copies (the generic and the async proxy), both
-// ways: what it has seen or written comes before copies that it starts later, and what copies have written, once it has
-// waited for them, before its later accesses. From sm_90 on.
+// Orders accesses to global memory by this thread (the generic proxy) and by asynchronous copies (the async proxy),
+// both ways. Copies that the thread starts later read what it has written or seen. After it has waited for copies, its
+// own accesses see what they have written. From sm_90 on.
 __device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// A semaphore is a counter in global memory. This waits until it has reached `value`; what was written before these
-// releases is then visible.
+// A semaphore is a counter in global memory. This waits until it has reached `value`. Then the thread sees what others
+// had written before they released the semaphore.
 __device__ inline void wait_semaphore(const int* semaphore, int value) {
   int now;
   do {

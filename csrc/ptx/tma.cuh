@@ -17,8 +17,8 @@ __device__ inline void prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
 
-// Starts the copy of the box at the given coordinates, fastest dimension first; elements outside of the tensor become
-// 0. All bytes of the box, those included, count at the mbarrier as they arrive. The map must be a kernel parameter.
+// Starts the copy of the box at the given coordinates, fastest dimension first. Elements outside of the tensor become
+// 0. All bytes of the box count at the mbarrier as they arrive, also those outside. The map must be a kernel parameter.
 __device__ inline void copy_box_async(uint32_t shared, const CUtensorMap& map, int x0, int x1, int x2, int x3,
                                       SharedBarrier& barrier) {
   asm volatile(
@@ -61,9 +61,9 @@ __device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_gro
 // Waits until everything that this thread's groups store has been written to global memory.
 __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Orders ordinary writes to shared memory before reads through the async proxy, by wgmma and TMA: writes of this
-// thread, and of others that it has met at a barrier since, before what it starts itself, and what others start after a
-// later barrier.
+// Lets wgmma and TMA, which read shared memory through the async proxy, see what ordinary instructions have written
+// there. It goes between the writes and the products or copies that read them. If one thread writes and another starts
+// the copy, there is also a barrier between the two, before or after the fence.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Lower or raise how many registers each thread of this warpgroup has, to a multiple of 8. All of its warps must call

@@ -15,10 +15,10 @@
 
 namespace flash {
 
-// A tile as an operand whose contraction runs along its columns (using the rows from `first` on), or along its rows
-// (using the columns from `first` on). A column `first` must be a multiple of 64, or of the number of columns used if
-// that is a smaller power of two, since chunks are addressed by XOR. With kShares > 1, each page is cut into kShares
-// equal parts of its columns, and only one of them, starting at `first`, is used of every page.
+// A tile as an operand. AlongCols: the contraction runs along the tile's columns, and rows are used from `first` on.
+// AlongRows: it runs along the rows, and columns are used from `first` on, a multiple of 64, or of the number of
+// columns used if that is a smaller power of two (since chunks are addressed by XOR). With kShares > 1, the columns of
+// each page are cut into kShares equal parts; of every page, only the part that starts at `first` is used.
 template <typename Tile>
 struct AlongCols {
   using T = typename Tile::T;

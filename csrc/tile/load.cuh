@@ -28,9 +28,9 @@ struct StridedRows {
   __device__ T* address() const { return data; }
 };
 
-// kThreads threads load a tile together: a thread block, part of it, or each warp for itself. As many neighbouring
-// threads as a page has chunks share a row, of which they access 128 (or 64) contiguous bytes. Returns the first row of
-// this thread.
+// kThreads threads load a tile together: a thread block, some of its warps, or each warp for itself. A row of a page is
+// loaded by as many neighbouring threads as it has chunks: 128 (or 64) contiguous bytes. Returns the first row of this
+// thread.
 template <int kThreads, typename Tile>
 __device__ int first_loaded_row() {
   return threadIdx.x % kThreads / Tile::kPageChunks;
@@ -94,9 +94,8 @@ __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   load_own_rows_scattered<kThreads>(tile, rows, cols, step);
 }
 
-// Stores a fragment, packed to 16 bits by `pack`, to the rows of a tile from row0 on. With kShares > 1, each page of
-// the tile is cut into kShares equal parts of its columns, and the fragment has one of them, from col0 on, of every
-// page.
+// Stores a fragment, packed to 16 bits by `pack`, to the rows of a tile from row0 on. With kShares > 1, the columns of
+// each page of the tile are cut into kShares equal parts; of every page, the fragment has the part that starts at col0.
 template <int kShares = 1, typename Tile, int kRows, int kCols, typename Pack = Rounded<typename Tile::T>>
 __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragment, int row0, int col0 = 0,
                                Pack pack = {}) {

@@ -25,10 +25,11 @@ struct alignas(1024) SharedTile {
 
   T data[kRows * kCols];
 
-  // The offset in bytes of the chunk that holds columns 8 chunk .. 8 chunk + 7 of `row`. Loops need not compute it
-  // anew: going on by a multiple of 8 rows, or by pages, adds `distance`. Going on by a number of chunks that shares no
-  // bits with the chunk's index within its page XORs with `flip`. Going on by fewer rows, whose number shares no bits
-  // with `row`, adds `distance` and XORs with `turn`.
+  // The offset in bytes of the chunk that holds columns 8 chunk .. 8 chunk + 7 of `row`. A loop can go on from one
+  // offset to the next without computing it anew:
+  //   by a multiple of 8 rows, or by pages:  + distance(rows, pages)
+  //   by `chunks` within the page:           ^ flip(chunks), if `chunks` and the index in the page have no common bits
+  //   by fewer than 8 rows:                  + distance(rows, 0), ^ turn(rows), if `rows` and `row` have no common bits
   __device__ static constexpr int offset(int row, int chunk) {
     return distance(row, chunk / kPageChunks) + (flip(chunk) ^ turn(row));
   }
@@ -51,8 +52,8 @@ __device__ SharedTile<T, kRows, kCols>& columns_of(SharedTile<T, kRows, kAllCols
   return *reinterpret_cast<SharedTile<T, kRows, kCols>*>(tile.data + index * kRows * kCols);
 }
 
-// The thread block's dynamic shared memory as one struct. It lies behind static shared memory, at the next multiple of
-// kAlignment, which must be the same in all kernels of a file, since they declare the same array.
+// The thread block's dynamic shared memory as one struct. It begins behind static shared memory, at the next multiple
+// of kAlignment. All kernels of a file must have the same kAlignment, since they declare the same array.
 template <typename Shared, int kAlignment = 1024>
 __device__ Shared& shared_memory() {
   extern __shared__ __align__(kAlignment) char bytes[];

@@ -18,8 +18,8 @@ namespace flash {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// Returns a value that is the same in all threads of a warp in a way that tells the compiler so. It can then keep what
-// it derives from the value, such as descriptors, in uniform registers.
+// Returns `value`, which is the same in all threads of a warp, and tells the compiler so: what it derives from the
+// result, such as descriptors, can be in uniform registers.
 __device__ inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 __device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgroup); }

@@ -270,8 +270,8 @@ def _scale_if_plain(op, q, k, v, scale):
 
 
 def _is_plain_index(x, dims):
-    """Whether `x` is a tensor of indices as kernels read it, but for its sizes and its device."""
-    return type(x) is Tensor and x.dtype is torch.int32 and x.dim() == dims and x.is_contiguous() and not x.is_meta
+    """Whether `x` holds indices as kernels read them, in rows of any stride, but for its sizes and its device."""
+    return type(x) is Tensor and x.dtype is torch.int32 and x.dim() == dims and x.stride(-1) == 1 and not x.is_meta
 
 
 def score_arguments(

@@ -212,7 +212,7 @@ def _beyond_kvcache(args):
 
 
 def out_fake(q: Tensor, v: Tensor, order: torch.memory_format = torch.preserve_format) -> Tensor:
-    """An empty out with the strides that csrc/binding/flash_attn.cpp gives it. order: contiguous if qkv is packed."""
+    """An empty out with the strides that csrc/binding/flash_attn/ gives it. order: contiguous if qkv is packed."""
     if v.shape[-1] == q.shape[-1]:
         return torch.empty_like(q, memory_format=order)
     return q.new_empty(*q.shape[:-1], v.shape[-1])

@@ -1,8 +1,9 @@
 """The arguments of the attention ops besides queries, keys and values.
 
 The fields of `Options` and `CacheOptions` are, in the same order, the last arguments of the ops' schemas (see
-flash_attn/_ops/flash_attn.py) and the members of the structs of these names in csrc/binding/flash_attn.cpp. Arguments
-that are often given come first: the dispatcher takes time for every argument up to the last one that is given.
+flash_attn/_ops/flash_attn.py) and the members of the structs of these names in csrc/binding/flash_attn/options.h.
+Arguments that are often given come first: the dispatcher takes time for every argument up to the last one that is
+given.
 """
 
 from typing import NamedTuple

@@ -10,7 +10,7 @@ from cases import Case, params, uncovered
 from compare import assert_error_ratio, largest_error
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._reference.options import CacheOptions
 
 
@@ -269,6 +269,36 @@ def test_entries_may_share_pages(device):
     arguments = case.arguments(device)
     arguments["block_table"] = arguments["block_table"][:1].expand(3, -1)
     check(case, arguments)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("way", ["plain", "lse", "append", "varlen"])
+def test_a_part_of_a_block_table_is_read_where_it_lies(way, rows, device):
+    """Same bits as with a table of its own, and no other operation: nothing is copied."""
+    q, k, v = (torch.randn(2, rows, heads, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2, 2))
+    pages = torch.randn(2, 9, 16, 2, 64, dtype=torch.bfloat16, device=device)
+    table = torch.tensor([[0, 3, 5, 7], [1, 8, 4, 2]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([64 - rows, 9], dtype=torch.int32, device=device)
+    bounds = [length * torch.arange(3, dtype=torch.int32, device=device) for length in (rows, 20)]
+
+    def attend(block_table, caches):
+        if way == "varlen":
+            return flash_attn_varlen_func(q.flatten(0, 1), *caches, *bounds, rows, 20, block_table=block_table)
+        options = {"plain": {}, "lse": dict(return_softmax_lse=True), "append": dict(k=k, v=v)}[way]
+        return flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, block_table=block_table, **options)
+
+    results, calls = [], []
+    wide = table.new_full((2, 9), -1)
+    wide[:, 3:7] = table
+    for block_table in (table, wide[:, 3:7], table.t().contiguous().t()):
+        caches = pages.clone()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            out = attend(block_table, caches)
+        results.append((out, caches))
+        calls.append([event.name for event in profile.events() if event.name.startswith(("aten::", "flash_attn::"))])
+    assert calls[1] == calls[0]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
 def test_unused_entries_of_the_block_table_are_not_followed(device):

@@ -1,0 +1,132 @@
+#include "binding/flash_attn/fwd_call.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <variant>
+
+#include "binding/counters.h"
+#include "binding/flash_attn/bias.h"
+#include "binding/flash_attn/problem.h"
+#include "binding/stream.h"
+#include "binding/tensor.h"
+#include "common/device.h"
+#include "flash_attn/launch.h"
+
+namespace flash::binding::attention {
+namespace {
+
+using flash_attn::FwdParams;
+
+// A new tensor (batch, seqlen, heads, head_dim_v) or (tokens, heads, head_dim_v): with the strides of q, or contiguous
+// if q is packed with k and v or has another head_dim.
+Tensor new_like_out(const FwdCall& call, const Tensor& q) {
+  const auto& [_, batch, seqlen, heads, head_dim] = call.q;
+  const int64_t head_dim_v = call.p.problem.head_dim_v;
+  if (!call.packed && !q.is_contiguous() && head_dim == head_dim_v) return torch::stable::empty_like(q);
+  if (call.tokens) return new_tensor({seqlen, heads, head_dim_v}, q);
+  return new_tensor({batch, seqlen, heads, head_dim_v}, q);
+}
+
+// A new tensor for a value of each row, to which `data` then points.
+Tensor new_row_values(float*& data, const FwdCall& call, const Tensor& q) {
+  const auto& [_, batch, seqlen, heads, head_dim] = call.q;
+  const Tensor values = call.tokens ? new_tensor({heads, seqlen}, aoti_torch_dtype_float32(), q)
+                                    : new_tensor({batch, heads, seqlen}, aoti_torch_dtype_float32(), q);
+  data = static_cast<float*>(values.mutable_data_ptr());
+  return values;
+}
+
+Tensor no_values(const Tensor& q) { return new_tensor({0}, aoti_torch_dtype_float32(), q); }
+
+flash_attn::FwdHints hints_of(const FwdCall& call, int device) {
+  return {.longest_q = call.longest_q,
+          .longest_k = call.longest_k,
+          .num_splits = static_cast<int>(std::clamp<int64_t>(call.num_splits, 0, flash_attn::kMaxSplits)),
+          .multiprocessors = num_multiprocessors(device),
+          .shared_bytes = max_shared_bytes(device),
+          .has_sm90 = flash_attn::has_sm90(device)};
+}
+
+// Launches the kernel of a plan, with new scratch.
+void launch(const FwdParams& p, flash_attn::FwdChoice& choice, const Tensor& q) {
+  auto& [plan, scratch] = choice;
+  const cudaStream_t stream = current_stream(q);
+  OptionalTensor partials;
+  const int64_t partial_size = scratch.out + scratch.softmax;
+  if (partial_size > 0) partials = new_tensor({partial_size}, aoti_torch_dtype_float32(), q);
+  std::optional<Counters> counters;
+  if (scratch.counters > 0) counters = zero_counters(scratch.counters, q, stream);
+  use_scratch(plan, scratch, partials ? static_cast<float*>(partials->mutable_data_ptr()) : nullptr,
+              counters ? counters->data : nullptr);
+  flash_attn::fwd(p, plan, stream);
+}
+
+}  // namespace
+
+FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options) {
+  const bool tokens = options.cu_seqlens_q.has_value();
+  if (k) check_like(*k, q, "k");
+  if (v) check_like(*v, q, "v");
+  const Inputs x = unpack<const void>(q, k, v, tokens, /*paged=*/options.block_table.has_value());
+  check_inputs(x);
+
+  FwdParams p{.problem = problem_of(q, x, batch_of(x, options), options), .q = x.q.ref, .k = x.k.ref, .v = x.v.ref};
+  set_entries(p.problem, options, q);
+  p.pages = set_pages(p.problem, options.block_table, q, x.k.seqlen);
+  if (options.block_table) p.problem.seqlen_k = p.problem.capacity_k;
+  return {.p = p,
+          .q = x.q,
+          .tokens = tokens,
+          .packed = !k,
+          .longest_q = tokens ? options.max_seqlen_q.value_or(x.q.seqlen) : x.q.seqlen,
+          .longest_k = tokens ? options.max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
+}
+
+Tensor new_out(FwdCall& call, const Tensor& q) {
+  const Tensor out = new_like_out(call, q);
+  call.p.out = mutable_ref(out);
+  return out;
+}
+
+Tensor new_out_lo(FwdCall& call, const Tensor& q) {
+  const Tensor out_lo = new_like_out(call, q);
+  call.p.out_lo = mutable_ref(out_lo);
+  return out_lo;
+}
+
+Tensor new_lse(FwdCall& call, const Tensor& q) { return new_row_values(call.p.softmax_lse, call, q); }
+
+Tensor new_row_max(FwdCall& call, const Tensor& q, bool wanted) {
+  return wanted ? new_row_values(call.p.row_max, call, q) : no_values(q);
+}
+
+Tensor new_lse_lo(FwdCall& call, const Tensor& q, const OptionalTensor& bias) {
+  if (!bias) return no_values(q);
+  Tensor lse_lo = new_row_values(call.p.lse_lo, call, q);
+  return bias->numel() == 0 ? torch::stable::zero_(lse_lo) : lse_lo;  // a bias of no keys leaves nothing to round
+}
+
+void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append* append) {
+  FwdParams& p = call.p;
+  if (q.numel() == 0) {
+    if (append != nullptr) append_apart(*append, q);
+    return;
+  }
+  p.aligned = all_aligned(p);
+  const flash_attn::FwdHints hints = hints_of(call, q.get_device_index());
+  place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
+  flash_attn::FwdChoice choice = plan_fwd(p, hints);
+  if (append != nullptr && appends_in_decoding(p, choice.plan, append->p, hints)) {
+    std::get<flash_attn::DecodePlan>(choice.plan).append = &append->p;
+  } else if (append != nullptr) {
+    p.q = append_apart(*append, q);
+    p.aligned = all_aligned(p);
+    choice = plan_fwd(p, hints);
+  }
+  launch(p, choice, q);
+}
+
+}  // namespace flash::binding::attention

@@ -1,0 +1,115 @@
+// Attention over a cache of keys and values, to which new ones may be appended.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "binding/boxed.h"
+#include "binding/flash_attn/append.h"
+#include "binding/flash_attn/features.h"
+#include "binding/flash_attn/fwd_call.h"
+#include "binding/flash_attn/inputs.h"
+#include "binding/flash_attn/options.h"
+#include "binding/flash_attn/problem.h"
+#include "binding/stream.h"
+#include "binding/tensor.h"
+
+namespace flash::binding::attention {
+namespace {
+
+using flash_attn::FwdParams;
+using flash_attn::Problem;
+
+// Sets how many keys an entry has, and which entry of the cache it reads.
+void set_lengths(Problem& p, CacheOptions& options, const Tensor& q) {
+  const int64_t filled = options.cache_seqlen.value_or(p.capacity_k);
+  STD_TORCH_CHECK(filled >= 0, "cache_seqlens must be at least 0, found ", filled);
+  p.appended_k = options.k ? seqlen(options.k->size(1), "k") : 0;
+  p.seqlen_k = seqlen(filled + p.appended_k, "cache_seqlen");
+  p.seqused_k = index_pointer(options.cache_seqlens, q, p.batch, "cache_seqlens");
+  p.leftpad_k = index_pointer(options.cache_leftpad, q, p.batch, "cache_leftpad");
+  p.batch_index = index_pointer(options.cache_batch_idx, q, p.batch, "cache_batch_idx");
+}
+
+// The call with these arguments, without results and without what is appended.
+FwdCall kvcache_call(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, CacheOptions& options) {
+  check_like(k_cache, q, "k_cache");
+  check_like(v_cache, q, "v_cache");
+  if (options.k) {  // appending writes to the caches: gives lazy clones memory of their own before any address is taken
+    k_cache.mutable_data_ptr();
+    v_cache.mutable_data_ptr();
+  }
+  const bool paged = options.block_table.has_value();
+  const Inputs x = unpack<const void>(q, k_cache, v_cache, /*tokens=*/false, paged);
+  check_inputs(x);
+  const int64_t batch = x.q.batch;
+  STD_TORCH_CHECK(paged || options.cache_batch_idx || x.k.batch == batch, "k_cache must have q's batch size ", batch);
+
+  FwdParams p{.problem = problem_of(q, x, batch, options), .q = x.q.ref, .k = x.k.ref, .v = x.v.ref};
+  p.pages = set_pages(p.problem, options.block_table, q, x.k.seqlen);
+  set_lengths(p.problem, options, q);
+  const int64_t longest_k = options.cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
+  return {.p = p,
+          .q = x.q,
+          .tokens = false,
+          .packed = false,
+          .longest_q = x.q.seqlen,
+          .longest_k = std::min<int64_t>(longest_k, p.problem.capacity_k),
+          .num_splits = options.num_splits};
+}
+
+// Completes a call, plans and launches it. queries_advance: as in append_of.
+void append_and_launch(FwdCall& call, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                       const CacheOptions& options, const OptionalTensor& bias = std::nullopt,
+                       bool queries_advance = false) {
+  if (!options.k) return plan_and_launch(call, q, bias);
+  Append append = append_of(call.p, q, k_cache, v_cache, options, queries_advance);
+  plan_and_launch(call, q, bias, &append);
+}
+
+std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                       CacheOptions& options) {
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call = kvcache_call(q, k_cache, v_cache, options);
+  const Tensor softmax_lse = new_lse(call, q), out = new_out(call, q);
+  append_and_launch(call, q, k_cache, v_cache, options);
+  return {out, softmax_lse};
+}
+
+// The plain op: the schema ends after block_table, so that nothing is appended.
+Tensor fwd_kvcache_plain_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, CacheOptions& options) {
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call = kvcache_call(q, k_cache, v_cache, options);
+  const Tensor out = new_out(call, q);
+  plan_and_launch(call, q);
+  return out;
+}
+
+// Returns out, softmax_lse, row_max and lse_lo.
+std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q, const Tensor& k_cache,
+                                                                const Tensor& v_cache, OptionalTensor& sink,
+                                                                OptionalTensor& bias, CacheOptions& options,
+                                                                Features& features) {
+  STD_TORCH_CHECK(!features.causal || !options.rotary_cos,
+                  "causal of each entry has no kernel with rotary_cos: call the op fwd_kvcache_features_reference");
+  const DeviceGuard guard(q.get_device_index());
+  const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
+  FwdCall call = kvcache_call(q, k_cache, v_cache, options);
+  set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
+  const Tensor softmax_lse = new_lse(call, q), row_max = new_row_max(call, q, features.row_max);
+  const Tensor lse_lo = new_lse_lo(call, q, bias), out = new_out(call, q);
+  append_and_launch(call, q, k_cache, v_cache, options, bias, queries_advance);
+  return {out, softmax_lse, row_max, lse_lo};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
+  m.impl("fwd_kvcache", Boxed<&fwd_kvcache>::call);
+  m.impl("fwd_kvcache_plain_out", Boxed<&fwd_kvcache_plain_out, /*kMayEndEarly=*/true>::call);
+  m.impl("fwd_kvcache_features", Boxed<&fwd_kvcache_features>::call);
+}
+
+}  // namespace flash::binding::attention
