@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_attn import _flash_attn_gpu as flash_attn_gpu  # noqa: F401  (other packages import this name from here)
 from flash_attn import _removed
 from flash_attn._ops import checks, flash_attn
+from flash_attn._ops.flash_attn_features import FeatureArguments
 
 USE_TRITON_ROCM = False
 _NO_WINDOW = (-1, -1)
@@ -141,12 +142,11 @@ def flash_attn_func(
         if plain is not None:
             return plain
     _check_given("v", v)
-    results = flash_attn.forward(
-        q, k, v,
-        softmax_scale, causal, window_size, return_attn_probs,
-        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
+    features = FeatureArguments(
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
+    )
+    options = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
+    results = flash_attn.forward(q, k, v, softmax_scale, causal, window_size, return_attn_probs, features, **options)
     return _wanted(results, return_lse)
 
 
@@ -201,12 +201,13 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     checks.packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
+    features = FeatureArguments(
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
+    )
+    options = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
     results = flash_attn.forward(
-        q, kv, None,
-        softmax_scale, causal, window_size, return_attn_probs,
-        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
+        q, kv, None, softmax_scale, causal, window_size, return_attn_probs, features, **options
+    )
     return _wanted(results, return_lse)
 
 
@@ -259,12 +260,13 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
+    features = FeatureArguments(
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
+    )
+    options = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
     results = flash_attn.forward(
-        qkv, None, None,
-        softmax_scale, causal, window_size, return_attn_probs,
-        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
+        qkv, None, None, softmax_scale, causal, window_size, return_attn_probs, features, **options
+    )
     return _wanted(results, return_lse)
 
 
@@ -336,14 +338,21 @@ def flash_attn_varlen_func(
     _check_given("v", v)
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    results = flash_attn.forward(
-        q, k, v,
-        softmax_scale, causal, window_size, return_attn_probs,
-        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    features = FeatureArguments(
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
+    )
+    options = dict(
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
         block_table=block_table,
-    )  # fmt: skip
+    )
+    results = flash_attn.forward(q, k, v, softmax_scale, causal, window_size, return_attn_probs, features, **options)
     return _wanted(results, return_lse)
 
 
@@ -406,13 +415,22 @@ def flash_attn_varlen_kvpacked_func(
     checks.packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
+    features = FeatureArguments(
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
+    )
+    options = dict(
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     results = flash_attn.forward(
-        q, kv, None,
-        softmax_scale, causal, window_size, return_attn_probs,
-        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
+        q, kv, None, softmax_scale, causal, window_size, return_attn_probs, features, **options
+    )
     return _wanted(results, return_lse)
 
 
@@ -470,13 +488,22 @@ def flash_attn_varlen_qkvpacked_func(
     """
     checks.packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
     _check_given("cu_seqlens", cu_seqlens)
+    features = FeatureArguments(
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
+    )
+    options = dict(
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+    )
     results = flash_attn.forward(
-        qkv, None, None,
-        softmax_scale, causal, window_size, return_attn_probs,
-        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
-    )  # fmt: skip
+        qkv, None, None, softmax_scale, causal, window_size, return_attn_probs, features, **options
+    )
     return _wanted(results, return_lse)
 
 
@@ -578,10 +605,13 @@ def flash_attn_with_kvcache(
         plain = flash_attn.plain_decode(q, k_cache, v_cache, softmax_scale, causal, cache_seqlens, block_table)
         if plain is not None:
             return plain
+    features = FeatureArguments(
+        learnable_sink, attn_bias, key_ranges, attention_chunk, return_max_logit=return_max_logit
+    )
     out, softmax_lse, max_logit = flash_attn.decode(
         q, k_cache, v_cache, softmax_scale, causal, window_size,
         cache_seqlens, k, v, rotary_cos, rotary_sin,
-        (learnable_sink, attn_bias, key_ranges, attention_chunk, None, None, False, return_max_logit),
+        features,
         rotary_interleaved=rotary_interleaved,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
         softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,

@@ -7,7 +7,7 @@ every device.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,21 +26,29 @@ MAX_HEAD_DIM = 576  # of queries and keys, and of values
 KERNEL_HEAD_DIM = 512  # the largest that kernels of attention and its gradients take, and ops without features
 DMASK_KERNEL_HEAD_DIM = 256  # the largest that kernels of S_dmask take
 
-# The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
-# return_lse and return_max_logit.
-Given = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+
+class FeatureArguments(NamedTuple):
+    """The arguments that flash-attn 2.8 does not have, as the caller gave them, unchecked."""
+
+    learnable_sink: Any = None
+    attn_bias: Any = None
+    key_ranges: Any = None
+    attention_chunk: Any = 0
+    seqused_q: Any = None
+    seqused_k: Any = None
+    return_lse: Any = False
+    return_max_logit: Any = False
+
+    def any_given(self) -> bool:
+        """Whether any of these is not its default. Every call asks, so this is fast, and torch.compile can trace it."""
+        sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = self
+        no_tensors = sink is bias is ranges is seqused_q is seqused_k is None
+        return not (no_tensors and lse is max_logit is False and type(chunk) is int and chunk == 0)
 
 
-def are_given(given: Given) -> bool:
-    """Whether any of these is not its default. Every call asks, so this is fast, and torch.compile can trace it."""
-    sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = given
-    return not (
-        sink is None and bias is None and ranges is None and seqused_q is None and seqused_k is None
-        and lse is False and max_logit is False and type(chunk) is int and chunk == 0
-    )  # fmt: skip
-
-
-def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool) -> Features:
+def checked(
+    given: FeatureArguments, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool
+) -> Features:
     """Check the arguments, except seqused_k, and return them as the ops take them.
 
     causal: only a tensor is checked here. max_seqlen_k: the number of keys of a dense batch; for packed tokens, the

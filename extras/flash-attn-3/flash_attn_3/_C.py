@@ -19,6 +19,7 @@ from torch import Tensor
 from flash_attn import functional
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
+from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import unseen_as_minus_inf, unseen_as_plus_inf
 
 __all__ = ["bwd", "fwd", "fwd_combine", "get_scheduler_metadata"]
@@ -45,14 +46,14 @@ def attention(
         rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
     scores = softmax_scale, causal, window_size
-    sink_and_chunk = s_aux, None, None, attention_chunk
+    features = FeatureArguments(learnable_sink=s_aux, attention_chunk=attention_chunk)
     if cu_seqlens_q is None:
         if cu_seqlens_k is not None:
             raise ArgumentError("cu_seqlens_q must be given with cu_seqlens_k, found None")
         cached = seqused_k, k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin
         if all(x is None for x in cached):
             out, lse, *_ = flash_attn.forward(
-                q, k, v, *scores, False, (*sink_and_chunk, seqused_q, None, False, False),
+                q, k, v, *scores, False, features._replace(seqused_q=seqused_q),
                 softcap=softcap, deterministic=deterministic,
             )  # fmt: skip
             return out, lse
@@ -60,7 +61,7 @@ def attention(
             raise NotImplementedError("seqused_q must be None where dense queries meet a cache, found a tensor")
         out, lse, _ = flash_attn.decode(
             q, k, v, *scores, seqused_k, k_new, v_new, rotary_cos, rotary_sin,
-            (*sink_and_chunk, None, None, False, False), rotary_interleaved=rotary_interleaved,
+            features, rotary_interleaved=rotary_interleaved,
             cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, block_table=page_table,
             softcap=softcap, num_splits=num_splits,
         )  # fmt: skip
@@ -73,7 +74,7 @@ def attention(
     elif page_table is not None or kv_batch_idx is not None:
         raise ArgumentError("cu_seqlens_k must be None with page_table and kv_batch_idx, found a tensor")
     out, lse, *_ = flash_attn.forward(
-        q, k, v, *scores, False, (*sink_and_chunk, seqused_q, seqused_k, False, False),
+        q, k, v, *scores, False, features._replace(seqused_q=seqused_q, seqused_k=seqused_k),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         block_table=page_table, leftpad_k=leftpad_k, softcap=softcap, deterministic=deterministic,
     )  # fmt: skip
@@ -132,7 +133,7 @@ def bwd(
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,))
     softmax_d = flash_attn.backward(
         dout, q, k, v, out, unseen_as_plus_inf(softmax_lse), dq, dk, dv, softmax_scale, is_causal,
-        (window_size_left, window_size_right), given=(None, None, None, 0, seqused_q, seqused_k, False, False),
+        (window_size_left, window_size_right), given=FeatureArguments(seqused_q=seqused_q, seqused_k=seqused_k),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         softcap=softcap, deterministic=deterministic,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from torch import Tensor
 from flash_attn import functional
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
+from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import unseen_as_minus_inf, unseen_as_plus_inf
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
@@ -228,7 +229,7 @@ def _flash_attn_bwd(
     grads = tuple(torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
     flash_attn.backward(
         dout, q, k, v, out, lse, *grads, softmax_scale, causal, window, dlse=dlse,
-        given=(None, None, ranges, 0, seqused_q, seqused_k, False, False), cu_seqlens_q=cu_seqlens_q,
+        given=FeatureArguments(key_ranges=ranges, seqused_q=seqused_q, seqused_k=seqused_k), cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softcap=softcap,
         deterministic=deterministic,
     )  # fmt: skip
@@ -273,15 +274,16 @@ def _attention(
             raise NotImplementedError("seqused_q must be None where dense queries meet pages, found a tensor")
         out, lse, _ = flash_attn.decode(
             q, k, v, *scores, seqused_k, None, None, None, None,
-            (learnable_sink, None, ranges, 0, None, None, False, False),
+            FeatureArguments(learnable_sink, key_ranges=ranges),
             block_table=page_table, softcap=softcap, num_splits=num_splits,
         )  # fmt: skip
         return out, lse
     if page_table is not None:  # lengths are differences there
         used = page_table.new_full((len(page_table),), seqlen_k) if seqused_k is None else seqused_k
         cu_seqlens_k, seqused_k = F.pad(used.cumsum(0, dtype=torch.int32), (1, 0)), None
+    features = FeatureArguments(learnable_sink, key_ranges=ranges, seqused_q=seqused_q, seqused_k=seqused_k)
     out, lse, *_ = flash_attn.forward(
-        q, k, v, *scores, False, (learnable_sink, None, ranges, 0, seqused_q, seqused_k, False, False),
+        q, k, v, *scores, False, features,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         block_table=page_table, softcap=softcap, deterministic=deterministic,
     )  # fmt: skip
