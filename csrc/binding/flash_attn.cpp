@@ -27,7 +27,7 @@ using flash_attn::RangesParams;
 using OptionalTensor = std::optional<Tensor>;
 
 // The arguments of fwd, probabilities and bwd besides queries, keys and values, in the order of the schema: the fields
-// of Options in flash_attn/_reference/options.py, which says what they are.
+// of Options in flash_attn/_reference/attention/options.py, which says what they are.
 struct Options {
   Arguments& from;
   double softmax_scale = from.take<double>();

@@ -29,8 +29,8 @@ from flash_attn._ops import autograd, checks, flops, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import merge_parts
-from flash_attn._reference import flash_attn as reference
-from flash_attn._reference.options import CacheOptions, Options
+from flash_attn._reference import attention as reference
+from flash_attn._reference.attention.options import CacheOptions, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)

@@ -15,9 +15,9 @@ from torch import Tensor
 from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import autograd, checks, flops, schema, sharding
-from flash_attn._reference import composite
-from flash_attn._reference import flash_attn as reference
-from flash_attn._reference.options import CacheOptions, Features, Options
+from flash_attn._reference import attention as reference
+from flash_attn._reference.attention import differentiable
+from flash_attn._reference.attention.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
@@ -297,7 +297,7 @@ def composed(
         "derivative, a tangent or a transform of torch.func"
     )
     with _library.without_autocast(q):
-        return composite.attention(q, k, v, options, features)
+        return differentiable.attention(q, k, v, options, features)
 
 
 def _fwd_composite(q, k, v, sink, bias, *arguments):

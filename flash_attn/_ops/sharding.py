@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn._errors import ArgumentError
-from flash_attn._reference.options import Features, Options
+from flash_attn._reference.attention.options import Features, Options
 from flash_attn._sharding import Layout, is_distributed
 
 __all__ = ["is_distributed"]  # besides the rules

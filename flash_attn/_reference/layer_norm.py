@@ -13,8 +13,8 @@ Bytes 2i and 2i + 1 (i = 0 .. 7, the low byte first) belong to column 8 (column 
 import torch
 from torch.nn import functional
 
-from flash_attn._reference.dropout import philox
 from flash_attn._reference.fused_dense import sum_of_rows
+from flash_attn._reference.philox import philox
 
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF

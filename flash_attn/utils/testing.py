@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flash_attn._ops import checks
 from flash_attn._reference import fused_softmax
-from flash_attn._reference.mask import outside_window
+from flash_attn._reference.attention.mask import outside_window
 from flash_attn.bert_padding import pad_input, unpad_input
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

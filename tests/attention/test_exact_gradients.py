@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn import _library, flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from flash_attn._ops import flash_attn, flash_attn_features
-from flash_attn._reference.options import Features, Options
+from flash_attn._reference.attention.options import Features, Options
 from flash_attn.precision import use_exact_gradients, uses_exact_gradients
 
 

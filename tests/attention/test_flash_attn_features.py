@@ -24,8 +24,8 @@ from flash_attn import (
 )
 from flash_attn._ops import flash_attn as flash_attn_ops
 from flash_attn._ops import flash_attn_features as with_features
-from flash_attn._reference.options import CacheOptions, Features, Options
-from flash_attn._reference.scores import Scores
+from flash_attn._reference.attention.options import CacheOptions, Features, Options
+from flash_attn._reference.attention.score_modifiers import Scores
 
 FACTORS = dict(
     lengths=[(60, 60), (50, 130), (130, 50), (1, 70), (33, 1)],

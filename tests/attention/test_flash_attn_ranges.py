@@ -14,7 +14,7 @@ from features import Featured
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache, masks
 from flash_attn._ops import flash_attn_features as with_features
-from flash_attn._reference.options import CacheOptions, Features, Options
+from flash_attn._reference.attention.options import CacheOptions, Features, Options
 
 FACTORS = dict(
     lengths=[(60, 60), (200, 333), (333, 200), (1, 300), (5, 300), (40, 1)],

@@ -11,7 +11,7 @@ from compare import assert_error_ratio, largest_error
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
-from flash_attn._reference.options import CacheOptions
+from flash_attn._reference.attention.options import CacheOptions
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flash_attn import _torch_private
 
+from .batch_layout import Part
 from .dropout import keep_threshold
 from .mask import Mask
 from .options import Options
-from .sequence import Part
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _THREAD_KEYS = 2**20  # elements of k that the forward loads at a time, for each thread: 4 MiB stay in the cache
