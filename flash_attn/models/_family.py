@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 
-from flash_attn.models._keys import KeyMap
+from flash_attn.models._checkpoints.key_map import KeyMap
 
 # Modules with a FAMILY; looked up when a checkpoint is loaded.
 _MODULES = (

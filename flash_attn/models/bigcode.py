@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
@@ -22,6 +20,8 @@ from flash_attn.models._keys import (
     padded,
     reordered,
 )
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
 
 _ALSO_COPIED = (
     "max_batch_size", "max_sequence_length", "multi_query", "scale_attn_weights", "summary_activation",

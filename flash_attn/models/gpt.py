@@ -34,7 +34,10 @@ from flash_attn.losses.linear_cross_entropy import (
     cross_entropy_of_logits,
     linear_cross_entropy,
 )
-from flash_attn.models import _checkpoint
+from flash_attn.models._checkpoints import decoder as checkpoints
+from flash_attn.models._checkpoints.arguments import refuse_float64
+from flash_attn.models._checkpoints.tensor_parallel import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
+from flash_attn.models._checkpoints.tied_weights import TiedWeights
 from flash_attn.models._config import is_gpt2_config, settings
 from flash_attn.models._gpt2 import (
     inv_remap_state_dict_hf_gpt2,
@@ -42,11 +45,8 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_hf_gpt2,
     remap_state_dict_megatron,
 )
-from flash_attn.models._options import refuse_float64
 from flash_attn.models._outputs import ModelOutput
 from flash_attn.models._rope import depends_on_length, rotary_embedding
-from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
-from flash_attn.models._tied import TiedWeights
 from flash_attn.models._trainers import (
     LayerStack,
     TrainerMethods,
@@ -366,7 +366,7 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
 
         Raises TypeError for a name that is neither, and suggests similar names.
         """
-        return _checkpoint.build(cls, config, kwargs, dtype=dtype, torch_dtype=torch_dtype)
+        return checkpoints.build(cls, config, kwargs, dtype=dtype, torch_dtype=torch_dtype)
 
     @classmethod
     def from_pretrained(
@@ -413,7 +413,7 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
         not fit, with their names, and TypeError for a keyword argument that is neither a field nor an argument of the
         constructor, with similar names.
         """
-        return _checkpoint.load(
+        return checkpoints.load(
             cls, model_name, config, args, kwargs, strict=strict, device=device, dtype=dtype, world_size=world_size,
             rank=rank, family=family, progress=progress, torch_dtype=torch_dtype,
         )  # fmt: skip
@@ -436,7 +436,7 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
         that as `config` instead); and for one part of a tensor parallel model, which `combine_state_dicts_tp` must put
         together first.
         """
-        _checkpoint.save(self, folder, family, max_shard_size)
+        checkpoints.save(self, folder, family, max_shard_size)
 
     @property
     def generation_config(self) -> Any:

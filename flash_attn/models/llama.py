@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap, refuse_unless, round_up
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
@@ -37,6 +35,8 @@ from flash_attn.models._keys import (
     reordered,
     stacked,
 )  # fmt: skip
+from flash_attn.models._config import ConfigMap, refuse_unless, round_up
+from flash_attn.models._family import Family
 from flash_attn.models._llama_like import CONSTANT, COPIED, biases, gated_activation, kinds_by, llama_like_keys, windows
 from flash_attn.models._rope import turning_in, whole_rope_fields
 

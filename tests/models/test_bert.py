@@ -17,7 +17,8 @@ import pytest
 import torch
 from compare import assert_error_ratio
 
-from flash_attn.models import bert
+from flash_attn.models import _bert_config, bert
+from flash_attn.models._checkpoints import bert as checkpoints
 
 transformers = pytest.importorskip("transformers")
 
@@ -454,7 +455,7 @@ def test_memory_of_loading(tmp_path, monkeypatch):
     """When a part of the files is read, the tensors of those before are gone."""
     theirs = transformers.BertForPreTraining(config_of())
     theirs.save_pretrained(tmp_path, max_shard_size="40KB")
-    alive, references, real = [], [], bert.pieces_of_file
+    alive, references, real = [], [], checkpoints.pieces_of_file
 
     def pieces_of_file(path):
         for piece in real(path):
@@ -462,7 +463,7 @@ def test_memory_of_loading(tmp_path, monkeypatch):
             references.extend(weakref.ref(tensor) for tensor in piece.values())
             yield piece
 
-    monkeypatch.setattr(bert, "pieces_of_file", pieces_of_file)
+    monkeypatch.setattr(checkpoints, "pieces_of_file", pieces_of_file)
     bert.BertForPreTraining.from_pretrained(tmp_path)
     assert len(alive) > 3 and len(references) > 20
     assert max(alive) <= 4  # of queries, keys and values, weights and biases that wait for the others
@@ -645,8 +646,8 @@ def test_unknown_fields_are_reported():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for config in (transformers.BertConfig(), config_of(directionality="bidi", pooler_fc_size=768)):
-            bert._check_config(config)
-            bert._check_config(types.SimpleNamespace(**config.to_dict()))
+            _bert_config.check_config(config)
+            _bert_config.check_config(types.SimpleNamespace(**config.to_dict()))
 
 
 def test_any_object_with_the_fields(tmp_path):

@@ -11,8 +11,8 @@ import torch
 import transformers
 from families import CASES, ids_of
 
-from flash_attn.models import _checkpoint, _loading
-from flash_attn.models._saving import number_of_bytes
+from flash_attn.models._checkpoints import decoder, reading
+from flash_attn.models._checkpoints.writing import number_of_bytes
 from flash_attn.models.bert import BertModel
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
@@ -102,13 +102,13 @@ def test_shards(folder, tmp_path, monkeypatch, capsys):
     path, reference = folder("llama gqa", max_shard_size="20KB")
     files = sorted(path.glob("model-*.safetensors"))
     assert len(files) > 3
-    pending, real = [], _checkpoint._give
+    pending, real = [], decoder._give
 
     def give(model, tensors, device):
         pending.append(len(tensors))
         real(model, tensors, device)
 
-    monkeypatch.setattr(_checkpoint, "_give", give)
+    monkeypatch.setattr(decoder, "_give", give)
     model = GPTLMHeadModel.from_pretrained(path)
     assert len(pending) == len(files) and max(pending) < sum(pending) / 2
     assert "loading" in capsys.readouterr().err
@@ -398,7 +398,7 @@ def test_a_large_file_is_loaded_in_pieces(folder, monkeypatch, capsys):
     whole = GPTLMHeadModel.from_pretrained(path)
     assert not capsys.readouterr().err
     monkeypatch.setattr(pretrained, "PIECE", 20_000)
-    pieces = [sum(tensor.nbytes for tensor in piece.values()) for piece in _loading.pieces([path / MODEL], True)]
+    pieces = [sum(tensor.nbytes for tensor in piece.values()) for piece in reading.pieces([path / MODEL], True)]
     assert len(pieces) > 5 and max(pieces) < 60_000
     assert " 99%" in capsys.readouterr().err  # the rest is the head of the file
     model = GPTLMHeadModel.from_pretrained(path)

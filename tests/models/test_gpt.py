@@ -12,7 +12,8 @@ from torch import nn
 from transformers import GPT2Config
 
 from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
-from flash_attn.models import _checkpoint, _config
+from flash_attn.models import _config
+from flash_attn.models._checkpoints import decoder
 from flash_attn.models._family import families
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
@@ -235,7 +236,7 @@ def test_ordinary_configurations_warn_of_nothing(model_type):
         warnings.simplefilter("error")
         for each in (config, types.SimpleNamespace(**config.to_dict())):
             if model_type != "gpt2" or each is config:
-                _checkpoint.to_gpt2_config(each)
+                decoder.to_gpt2_config(each)
 
 
 # What the configurations of checkpoints on the hub have besides, or had before transformers 5.
@@ -290,8 +291,8 @@ def test_configurations_of_checkpoints(model_type):
     plain = types.SimpleNamespace(**plain | OLDER[model_type])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        expected = _config.settings(_checkpoint.to_gpt2_config(config))
-        assert model_type == "gpt2" or _config.settings(_checkpoint.to_gpt2_config(plain)) == expected
+        expected = _config.settings(decoder.to_gpt2_config(config))
+        assert model_type == "gpt2" or _config.settings(decoder.to_gpt2_config(plain)) == expected
 
 
 @pytest.mark.parametrize("model_type", [each for each in MODEL_TYPES if each != "gpt2"])
@@ -300,7 +301,7 @@ def test_heads_that_are_usually_tied(model_type):
     config = transformers.CONFIG_MAPPING[model_type]()
     fields = config.to_dict()
     del fields["tie_word_embeddings"]
-    found = _config.settings(_checkpoint.to_gpt2_config(types.SimpleNamespace(**fields)))
+    found = _config.settings(decoder.to_gpt2_config(types.SimpleNamespace(**fields)))
     assert found.tie_word_embeddings == config.tie_word_embeddings
 
 
@@ -310,7 +311,7 @@ def test_part_of_a_head_that_usually_turns(model_type):
     config = transformers.CONFIG_MAPPING[model_type]()
     fields = config.to_dict()
     del fields["rope_parameters"]
-    found = _config.settings(_checkpoint.to_gpt2_config(types.SimpleNamespace(**fields)))
+    found = _config.settings(decoder.to_gpt2_config(types.SimpleNamespace(**fields)))
     assert found.rotary_emb_fraction == config.rope_parameters.get("partial_rotary_factor", 1.0)
 
 
@@ -320,12 +321,12 @@ def test_rope_parameters_come_before_older_fields():
         (transformers.PhiConfig(**TINY), dict(partial_rotary_factor=1.0, rope_theta=500.0)),
         (transformers.GPTNeoXConfig(**TINY), dict(rotary_pct=1.0, rope_theta=500.0)),
     ):
-        expected = _checkpoint.to_gpt2_config(config)
+        expected = decoder.to_gpt2_config(config)
         for name, value in older.items():
             setattr(config, name, value)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = _checkpoint.to_gpt2_config(config)
+            found = decoder.to_gpt2_config(config)
         assert found.rotary_emb_fraction == expected.rotary_emb_fraction < 1.0
         assert found.rotary_emb_base == expected.rotary_emb_base == 1e4
 
@@ -348,7 +349,7 @@ def test_falcon_40b_in_its_first_form():
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first, today = (_config.settings(_checkpoint.to_gpt2_config(each)) for each in (first, today))
+        first, today = (_config.settings(decoder.to_gpt2_config(each)) for each in (first, today))
     assert (first.parallel_block, first.parallel_block_tied_norm, first.n_head_kv) == (True, False, 2)
     assert (today.parallel_block, today.parallel_block_tied_norm, today.n_head_kv) == (True, False, 2)
 
@@ -361,7 +362,7 @@ def test_unknown_fields_of_gpt2_are_reported():
 def test_gptj_without_rotary_dim():
     """All of a head turns."""
     fields = transformers.GPTJConfig(n_embd=64, n_head=4, n_layer=1).to_dict()
-    found = [_checkpoint.to_gpt2_config(types.SimpleNamespace(**fields | dict(rotary_dim=each))) for each in (None, 16)]
+    found = [decoder.to_gpt2_config(types.SimpleNamespace(**fields | dict(rotary_dim=each))) for each in (None, 16)]
     assert found[0].rotary_emb_fraction == found[1].rotary_emb_fraction == 1.0
 
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flash_attn.models._checkpoints.arguments import divided, dtype_of_config, of_hub, overridden, the_dtype
+from flash_attn.models._checkpoints.reading import listed, pieces, wrong_tensors
+from flash_attn.models._checkpoints.tensor_parallel import shard_state_dict_tp
+from flash_attn.models._checkpoints.writing import number_of_bytes, state_to_save, write_folder
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
-from flash_attn.models._loading import listed, pieces
-from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_dtype
-from flash_attn.models._saving import number_of_bytes, state_to_save, write_folder
-from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import (
     checkpoint_files,
     config_is_missing,
@@ -143,7 +143,7 @@ def _compare(model, family, theirs, world_size, rank, strict):
     theirs = dict(theirs)
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     ours = _converted(family, theirs, model.config, world_size, rank)
-    expected = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
+    expected = _parameters(model)
     prefix = _prefix(model)
     ours = {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)}
     missing = [name for name in expected if name not in ours]
@@ -151,32 +151,23 @@ def _compare(model, family, theirs, world_size, rank, strict):
     left_over = [name for name in theirs if name in of_missing]
     unknown = [*(name for name in ours if name not in expected), *(name for name in theirs if name not in of_missing)]
 
-    def made_with(name):
+    def made_of(name):
         sources = family.keys.sources(prefix + name, model.config)
         found = ", ".join(f"{source} {shapes[source]}" for source in sources if source in shapes)
         return f", made of {found}" if found else ""
 
-    wrong = [
-        f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}{made_with(name)}"
-        for name, tensor in ours.items()
-        if name in expected and expected[name] != tuple(tensor.shape)
-    ]
-    wrong += [
-        f"{name}: expected a floating-point dtype, found {tensor.dtype}"
-        for name, tensor in ours.items()
-        if name in expected and not tensor.is_floating_point()
-    ]
-    made_of = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
+    wrong = wrong_tensors(ours, expected, made_of)
+    absent = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
     if wrong or (strict and (missing or unknown)):
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
-            + listed("missing", made_of)
+            + listed("missing", absent)
             + listed("left over, because other parts of the same tensor are missing", left_over)
             + listed("not known", unknown)
             + listed("of a wrong shape or dtype", wrong)
         )
     if missing or unknown:
-        told = listed("these keep their first, random weights", made_of) + listed(
+        told = listed("these keep their first, random weights", absent) + listed(
             "these are left out", left_over + unknown
         )
         _log.warning("not all of the checkpoint and the model fit together:%s", told)

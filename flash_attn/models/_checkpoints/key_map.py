@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn.models._checkpoints.tied_weights import check_tied
 from flash_attn.models._config import Settings, round_up, settings
-from flash_attn.models._tied import check_tied
 
 EMBEDDINGS = "transformer.embeddings.word_embeddings"
 POSITIONS = "transformer.embeddings.position_embeddings"
