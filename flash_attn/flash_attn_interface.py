@@ -22,6 +22,7 @@ from flash_attn._ops.flash_attn_features import FeatureArguments
 USE_TRITON_ROCM = False
 _NO_WINDOW = (-1, -1)
 Length = int | Tensor | None  # an upper bound of lengths; a tensor has no dimensions
+__path__: list[str] = []  # as `getattr_of` needs it
 __getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)
 
 _Arguments = ParamSpec("_Arguments")
