@@ -36,7 +36,8 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.profilers import Profiler
 
-from benchmarks.harness import ROWS, append_csv, environment
+from benchmarks.harness import environment
+from benchmarks.rows import ROWS, append_csv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WARM_UP = 20  # optimizer steps

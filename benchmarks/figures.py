@@ -8,9 +8,8 @@ and by the colour-blind.
 import pathlib
 import re
 
-from benchmarks.plot import read
+from benchmarks.rows import RESULTS, read
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch of bars)
     "flash_attn": ("this library", "#000000", "o", ""),
     "deterministic": ("this library, deterministic", "#666666", "s", "xx"),

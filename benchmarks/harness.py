@@ -26,7 +26,6 @@ Without a GPU the times are wall-clock times, and the host and memory columns st
 
 import argparse
 import collections
-import csv
 import dataclasses
 import fnmatch
 import functools
@@ -38,12 +37,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from benchmarks.bars import draw
 from benchmarks.kernels import kernels_of
-from benchmarks.plot import draw
 from benchmarks.power import power_of
+from benchmarks.rows import ROWS, append_csv
 from flash_attn import __main__ as report
 
-ROWS = pathlib.Path("build/benchmarks")  # where runs write; results/ beside this file holds the committed rows
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _FLUSH_BYTES = 512 * 2**20
@@ -397,19 +396,3 @@ def _table(rows):
 
 def _cell(value, spec):
     return "" if value is None else format(value, spec)
-
-
-def append_csv(path: pathlib.Path, rows: list[dict]) -> None:
-    """Add rows to a CSV file, with a header if it is new."""
-    if not rows:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows({name: _round(value) for name, value in row.items()} for row in rows)
-
-
-def _round(value):
-    return f"{value:.5g}" if isinstance(value, float) else value

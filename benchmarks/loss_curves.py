@@ -22,7 +22,8 @@ import subprocess
 import sys
 
 from benchmarks.benchmark_training import ROOT, paths, write_python_files
-from benchmarks.harness import ROWS, append_csv, environment
+from benchmarks.harness import environment
+from benchmarks.rows import ROWS, append_csv
 
 FUSED = ("use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dropout_add_ln", "residual_in_fp32")
 PLAIN = [*(f"++model.config.{flag}=false" for flag in FUSED), "++train.loss_fn=torch", "train.compile=true"]

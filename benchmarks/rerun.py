@@ -13,9 +13,8 @@ import pathlib
 import subprocess
 import sys
 
-from benchmarks.plot import read
+from benchmarks.rows import RESULTS, read
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 FOLDER = pathlib.Path("build/rerun")
 FAMILIES = ("flash_attn", "layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block")
 LIMIT = 0.05

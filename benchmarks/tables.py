@@ -9,10 +9,9 @@ import itertools
 import pathlib
 import re
 
-from benchmarks.plot import read
+from benchmarks.rows import RESULTS, read
 
 ROOT = pathlib.Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", ROOT / "docs/performance.md"]
 BLOCK = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 

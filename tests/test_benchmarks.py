@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import counts, figures, harness, kernels, plot, power, rerun, tables, trees
+from benchmarks import counts, figures, harness, kernels, plot, power, rerun, rows, tables, trees
 
 FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
 
@@ -86,8 +86,8 @@ def test_a_pattern_that_matches_nothing(monkeypatch):
 def test_the_last_row_of_the_device_with_most_counts(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("op,case,dtype,provider,ms,device\na,b,c,d,1,gpu\na,b,c,d,2,gpu\na,b,c,d,3,cpu\na,x,c,d,4,gpu\n")
-    assert [(row.case, row.ms) for row in plot.read(path)] == [("b", 2), ("x", 4)]
-    assert [(row.case, row.ms) for row in plot.read(path, "a/x/*")] == [("x", 4)]
+    assert [(row.case, row.ms) for row in rows.read(path)] == [("b", 2), ("x", 4)]
+    assert [(row.case, row.ms) for row in rows.read(path, "a/x/*")] == [("x", 4)]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ C++:     ptx <- tile <- families <- binding;   common <- all but ptx
 """
 
 import ast
+import graphlib
 import pathlib
 import re
 import sys
@@ -230,6 +231,19 @@ def test_modules_beside_the_package_are_thin():
                 yield f"imports {name}"
 
     check(compat_files(), wrong, "Put the work into flash_attn/_ops and call it from there.")
+
+
+def test_benchmarks_import_without_a_circle():
+    """Also not by imports within functions."""
+    files = {f"benchmarks.{path.stem}": path for path in (ROOT / "benchmarks").glob("*.py")}
+    known = {name: {each for each in _modules(path) if each in files} for name, path in files.items()}
+    assert list(graphlib.TopologicalSorter(known).static_order())  # a circle is a CycleError that shows it
+
+
+def _modules(path):
+    """What a file imports, and the modules that these names may be in."""
+    for name in imports(path):
+        yield from (name, name.rpartition(".")[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
