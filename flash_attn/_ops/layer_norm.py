@@ -143,17 +143,10 @@ def backward(
     ):
         if value is not None or name in ("mean", "rstd", "weight"):
             checks.tensor(names[name], value, dtypes=dtypes, shape=shape, device=dout.device)
-    for name, value, other, there in (
-        ("x0", x0, "colscale", colscale is not None),
-        ("dout1", dout1, "weight1", weight1 is not None),
-        ("mask0", mask0, "dropout_p > 0", dropout_p > 0),
-        ("out_subset", out_subset, "x0_subset", x0_subset is not None),
-    ):
-        if (value is None) == there:
-            raise ValueError(
-                f"{names[name]} must be given with {names.get(other, other)}, and only then, "
-                f"found {type(value).__name__}"
-            )
+    _check_together(names["x0"], x0, names["colscale"], colscale is not None)
+    _check_together(names["dout1"], dout1, names["weight1"], weight1 is not None)
+    _check_together(names["mask0"], mask0, "dropout_p > 0", dropout_p > 0)
+    _check_together(names["out_subset"], out_subset, names["x0_subset"], x0_subset is not None)
     results = bwd(
         dout, dout1, dh, h, x0, mean, rstd, weight, weight, weight1, weight1, colscale, rowscale, x0_subset, out_subset,
         None, mask0, mask1, dropout_p, rowscale_const, x0_rows, bool(is_rms_norm), False,
@@ -161,6 +154,11 @@ def backward(
     )  # fmt: skip
     there = (True, has_x1, has_residual, True, True, weight1 is not None, weight1 is not None, colscale is not None)
     return tuple(x if wanted else None for x, wanted in zip(results, there))
+
+
+def _check_together(name, value, other, is_there):
+    if (value is not None) != is_there:
+        raise ValueError(f"{name} must be given with {other}, and only then, found {type(value).__name__}")
 
 
 def normalize_linear(

@@ -128,13 +128,13 @@ def attention(
         raise ArgumentError(
             f"cache must be None, found a {type(cache).__name__}: a paged cache needs transformers' own functions"
         )
-    for name, given, what in (
-        ("indices", indices, 'sparse attention is not computed here, use "eager" or "sdpa"'),
-        ("block_indices", block_indices, 'sparse attention is not computed here, use "eager" or "sdpa"'),
-        ("head_mask", head_mask, 'heads are not masked here, use "eager"'),
-    ):
+    for name, given in (("indices", indices), ("block_indices", block_indices)):
         if given is not None:
+            what = 'sparse attention is not computed here, use "eager" or "sdpa"'
             raise ArgumentError(f"{name} must be None, found a {type(given).__name__}: {what}")
+    if head_mask is not None:
+        what = 'heads are not masked here, use "eager"'
+        raise ArgumentError(f"head_mask must be None, found a {type(head_mask).__name__}: {what}")
     _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks)
     lengths = (query.shape[2], key.shape[2])
     if isinstance(attention_mask, Mask) and attention_mask.shape[2:] != lengths:
@@ -183,11 +183,13 @@ def _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sin
     """Check what changes the scores, under the names that the caller knows."""
     rows = query.shape[:3]
     mask = None if isinstance(attention_mask, Mask) else attention_mask
-    for name, given, last in (
-        ("attention_mask", mask, key.shape[2]), ("position_bias", position_bias, key.shape[2]), ("sinks", sinks, 1)
-    ):  # fmt: skip
-        if given is not None:
-            checks.broadcasts(name, given, (*rows, last), dtypes=BIAS_DTYPES, device=query.device)
+    options: dict[str, Any] = dict(dtypes=BIAS_DTYPES, device=query.device)
+    if mask is not None:
+        checks.broadcasts("attention_mask", mask, (*rows, key.shape[2]), **options)
+    if position_bias is not None:
+        checks.broadcasts("position_bias", position_bias, (*rows, key.shape[2]), **options)
+    if sinks is not None:
+        checks.broadcasts("sinks", sinks, (*rows, 1), **options)
     if s_aux is not None:
         checks.tensor("s_aux", s_aux, dtypes=SINK_DTYPES, shape=rows[1:2], device=query.device)
     if scaling is not None:

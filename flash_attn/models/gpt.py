@@ -569,15 +569,12 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             raise ValueError("inputs_embeds must be None with process_group, found a tensor: give input_ids")
         leftpad = fits = None
         if attention_mask is not None:
-            for condition, says in (
-                (
-                    inference_params is None,
-                    "inference_params must be None with attention_mask, found both: give leftpad_per_sample",
-                ),
-                (not by_tokens, "config.sequence_parallel must be False with attention_mask, found True"),
-            ):
-                if not condition:
-                    raise ValueError(says)
+            if inference_params is not None:
+                raise ValueError(
+                    "inference_params must be None with attention_mask, found both: give leftpad_per_sample"
+                )
+            if by_tokens:
+                raise ValueError("config.sequence_parallel must be False with attention_mask, found True")
             leftpad, fits = _padding(attention_mask, tokens)
         if position_ids is not None:
             _check_of_tokens("position_ids", position_ids, tokens)
@@ -1016,15 +1013,12 @@ class _Backbone:
         Raises ValueError for a head that is more than this product.
         """
         model, s = self._model, settings(self._model.config)
-        for field, value, usual in (
-            ("pad_vocab_size_multiple", s.padded_vocab_size, s.vocab_size),
-            ("norm_head", s.norm_head, False),
-        ):
-            if value != usual:
-                raise ValueError(
-                    f"config.{field} must leave the head a product with its weight for base_model, found "
-                    f"{getattr(s, field)}: call the model itself with labels, as transformers.Trainer does"
-                )
+        if s.padded_vocab_size != s.vocab_size or s.norm_head:
+            field = "norm_head" if s.padded_vocab_size == s.vocab_size else "pad_vocab_size_multiple"
+            raise ValueError(
+                f"config.{field} must leave the head a product with its weight for base_model, found "
+                f"{getattr(s, field)}: call the model itself with labels, as transformers.Trainer does"
+            )
         given, rest = _divided_by_name(kwargs, type(model.transformer).forward)
         rest.pop("return_dict", None)
         check_options(model, rest)
