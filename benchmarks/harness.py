@@ -261,17 +261,30 @@ def _row(case, provider, times, peaks, baseline_ms, function, held_mb, device):
     ms = statistics.median(times)
     quantiles = statistics.quantiles(times, n=5)
     tflops, gbps = case.flops / ms * 1e-9 or None, case.bytes / ms * 1e-6 or None
-    shares = [(rate / peak(case.dtype), name) for rate, peak, name in
-              ((gbps, peaks.copy_gbps, "copy"), (tflops, peaks.matmul_tflops, "matmul")) if rate]  # fmt: skip
+    shares = [
+        (rate / peak(case.dtype), name)
+        for rate, peak, name in ((gbps, peaks.copy_gbps, "copy"), (tflops, peaks.matmul_tflops, "matmul"))
+        if rate
+    ]
     share, of = max(shares, default=(None, None))
     on_gpu = device == "cuda"
     return Row(
-        case.op, case.name, case.dtype, provider, ms, quantiles[0], quantiles[-1], tflops, gbps, share, of,
+        case.op,
+        case.name,
+        case.dtype,
+        provider,
+        ms,
+        quantiles[0],
+        quantiles[-1],
+        tflops,
+        gbps,
+        share,
+        of,
         ratio=baseline_ms / ms if baseline_ms else None,
         host_us=host_us(function, calls=max(1, min(20, int(200 / ms)))) if on_gpu else None,
         peak_mb=held_mb + peak_mb(function) if on_gpu else None,
         **environment(device),
-    )  # fmt: skip
+    )
 
 
 def environment(device: str) -> dict[str, str]:

@@ -610,13 +610,26 @@ def flash_attn_with_kvcache(
         learnable_sink, attn_bias, key_ranges, attention_chunk, return_max_logit=return_max_logit
     )
     out, softmax_lse, max_logit = flash_attn.decode(
-        q, k_cache, v_cache, softmax_scale, causal, window_size,
-        cache_seqlens, k, v, rotary_cos, rotary_sin,
+        q,
+        k_cache,
+        v_cache,
+        softmax_scale,
+        causal,
+        window_size,
+        cache_seqlens,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
         features,
         rotary_interleaved=rotary_interleaved,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
-    )  # fmt: skip
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
+    )
     if max_logit is None:
         return (out, softmax_lse) if return_softmax_lse else out
     return (out, softmax_lse, max_logit) if return_softmax_lse else (out, max_logit)
@@ -655,10 +668,9 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (out, softmax_lse, S_dmask, rng_state); rng_state is int64 (2,), zeros where dropout_p is 0."""
-    results = flash_attn.forward(
-        q, k, v, softmax_scale, causal, (window_size_left, window_size_right), return_softmax,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+    window = window_size_left, window_size_right
+    options = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    results = flash_attn.forward(q, k, v, softmax_scale, causal, window, return_softmax, **options)
     return flash_attn.with_tensors(results)
 
 
@@ -693,12 +705,20 @@ def _flash_attn_varlen_forward(
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
     flash_attn.check_splits_of_pages(num_splits, block_table)
-    results = flash_attn.forward(
-        q, k, v, softmax_scale, causal, (window_size_left, window_size_right), return_softmax,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table, leftpad_k=leftpad_k,
+    window = window_size_left, window_size_right
+    options = dict(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        leftpad_k=leftpad_k,
         seqused_k=seqused_k,
-    )  # fmt: skip
+    )
+    results = flash_attn.forward(q, k, v, softmax_scale, causal, window, return_softmax, **options)
     return flash_attn.with_tensors(results)
 
 
@@ -726,11 +746,13 @@ def _flash_attn_backward(
 
     softmax_lse is used as given, so a caller that holds part of the keys may pass that of all of them.
     """
+    window = window_size_left, window_size_right
+    options: dict[str, Any] = dict(
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic
+    )
     return flash_attn.backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv,
-        softmax_scale, causal, (window_size_left, window_size_right), rng_state,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window, rng_state, **options
+    )
 
 
 def _flash_attn_varlen_backward(
@@ -761,12 +783,20 @@ def _flash_attn_varlen_backward(
     """`_flash_attn_backward` for variable length. zero_tensors changes nothing, since every element is written."""
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
+    window = window_size_left, window_size_right
+    options: dict[str, Any] = dict(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
     return flash_attn.backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv,
-        softmax_scale, causal, (window_size_left, window_size_right), rng_state,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window, rng_state, **options
+    )
 
 
 # Other packages also call these four as torch.ops.flash_attn._flash_attn_forward and so on.

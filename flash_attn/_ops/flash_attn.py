@@ -47,10 +47,17 @@ exact_gradients = False  # the option of this name in every call of `forward`; f
 
 
 def forward(
-    q: Tensor, k: Tensor | None, v: Tensor | None, softmax_scale: float | None, causal: bool | Tensor,
-    window_size: tuple[int, int], return_softmax: bool = False, given: FeatureArguments | None = None, /,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool | Tensor,
+    window_size: tuple[int, int],
+    return_softmax: bool = False,
+    given: FeatureArguments | None = None,
+    /,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Attention. Returns (out, softmax_lse, S_dmask, rng_state, max_logit).
 
     S_dmask and rng_state are None if neither S_dmask nor dropout is wanted; without dropout, S_dmask is empty.
@@ -102,11 +109,24 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    softmax_scale: float | None, causal: bool | Tensor, window_size: tuple[int, int], /,
-    rng_state: Tensor | None = None, dlse: Tensor | None = None, given: FeatureArguments | None = None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    softmax_scale: float | None,
+    causal: bool | Tensor,
+    window_size: tuple[int, int],
+    /,
+    rng_state: Tensor | None = None,
+    dlse: Tensor | None = None,
+    given: FeatureArguments | None = None,
     **options: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
     Its shape is (batch, heads, seqlen_q rounded up to a multiple of 128), or for packed tokens (heads, total_q + 128 *
@@ -155,11 +175,21 @@ def backward(
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, causal: bool | Tensor,
-    window_size: tuple[int, int], cache_seqlens: int | Tensor | None = None, k: Tensor | None = None,
-    v: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
-    given: FeatureArguments | None = None, /, **options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    softmax_scale: float | None,
+    causal: bool | Tensor,
+    window_size: tuple[int, int],
+    cache_seqlens: int | Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    given: FeatureArguments | None = None,
+    /,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse, max_logit).
 
     max_logit is None if it is not wanted.
@@ -212,9 +242,15 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
 
 
 def plain_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, is_causal: bool,
-    cache_seqlens: int | Tensor | None, block_table: Tensor | None, /,
-) -> Tensor | None:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    cache_seqlens: int | Tensor | None,
+    block_table: Tensor | None,
+    /,
+) -> Tensor | None:
     """Returns out of `decode` without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
@@ -276,11 +312,21 @@ def _is_plain_index(x, dims):
 
 
 def score_arguments(
-    q: Tensor, k: Tensor, *, softmax_scale: float | None = None, causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
-    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-) -> tuple[Options, with_features.Features]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    attention_chunk: int = 0,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> tuple[Options, with_features.Features]:
     """Check queries and keys of a dense batch, and the arguments that change their scores; return these for the ops."""
     names = "q", "k", "k"
     batch, head_dim, _ = _check_qkv(names, q, k, k, {}, features=True)
@@ -354,9 +400,21 @@ def column_sums(q: Tensor, k: Tensor, last_rows: int | None, **options: Any) -> 
     counts = torch.ones_like(row, dtype=torch.bool) if last_rows is None else row >= end - last_rows
     bias = _bias_of_each_key(bias, lse, k.shape[1])
     *_, sums = with_features.bwd_features(
-        nothing, q, k, values, nothing, lse, counts.float().expand_as(lse), None, lse_lo, True, sink, bias, *arguments,
+        nothing,
+        q,
+        k,
+        values,
+        nothing,
+        lse,
+        counts.float().expand_as(lse),
+        None,
+        lse_lo,
+        True,
+        sink,
+        bias,
+        *arguments,
         *rest,
-    )  # fmt: skip
+    )
     return sums.sum(3).flatten(0, 1).float()
 
 

@@ -62,10 +62,10 @@ _NOT_COVERED = dict(
 )
 
 # Fields of Google's checkpoints that change nothing here.
-_WITHOUT_EFFECT = (
-    "directionality", "orig_vocab_size", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-    "pooler_size_per_head", "pooler_type",
-)  # fmt: skip
+_WITHOUT_EFFECT = """
+    directionality orig_vocab_size pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+    pooler_type
+""".split()
 WITHOUT_FLOAT64 = ("use_flash_attn", "fused_dropout_add_ln", "use_xentropy")
 
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")

@@ -15,7 +15,7 @@ from flash_attn.models._checkpoints.key_map import (
     padded,
     reordered,
     transposed,
-)  # fmt: skip
+)
 from flash_attn.models._config import is_gpt2_config
 from flash_attn.models._family import Family
 

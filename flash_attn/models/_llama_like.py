@@ -44,9 +44,11 @@ CONSTANT: dict[str, Any] = {
 }
 
 _GATED = {
-    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu",
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "geglu_tanh"),
-}  # fmt: skip
+}
 
 
 def gated_activation(read: Reader, field: str = "hidden_act", default: str = "silu") -> dict[str, Any]:

@@ -23,10 +23,10 @@ from flash_attn.models._checkpoints.key_map import (
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 
-_ALSO_COPIED = (
-    "max_batch_size", "max_sequence_length", "multi_query", "scale_attn_weights", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "use_cache",
-)  # fmt: skip
+_ALSO_COPIED = """
+    max_batch_size max_sequence_length multi_query scale_attn_weights summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj use_cache
+""".split()
 
 
 def _one_key_head(rows, s):

@@ -14,7 +14,7 @@ from flash_attn.models._checkpoints.key_map import (
     padded,
     stacked,
     transposed,
-)  # fmt: skip
+)
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 

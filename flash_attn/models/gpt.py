@@ -73,12 +73,25 @@ from flash_attn.utils.distributed import all_gather_raw, sync_shared_params
 from flash_attn.utils.generation import GenerationMixin
 
 __all__ = [
-    "GPTLMHeadModel", "GPTModel", "GPTPreTrainedModel", "combine_state_dicts_tp", "create_block", "create_mixer_cls",
-    "create_mlp_cls", "inv_remap_state_dict_hf_gpt2", "inv_remap_state_dict_megatron", "remap_state_dict_hf_bigcode",
-    "remap_state_dict_hf_falcon", "remap_state_dict_hf_gpt2", "remap_state_dict_hf_gpt_neox",
-    "remap_state_dict_hf_gptj", "remap_state_dict_hf_llama", "remap_state_dict_hf_opt", "remap_state_dict_megatron",
+    "GPTLMHeadModel",
+    "GPTModel",
+    "GPTPreTrainedModel",
+    "combine_state_dicts_tp",
+    "create_block",
+    "create_mixer_cls",
+    "create_mlp_cls",
+    "inv_remap_state_dict_hf_gpt2",
+    "inv_remap_state_dict_megatron",
+    "remap_state_dict_hf_bigcode",
+    "remap_state_dict_hf_falcon",
+    "remap_state_dict_hf_gpt2",
+    "remap_state_dict_hf_gpt_neox",
+    "remap_state_dict_hf_gptj",
+    "remap_state_dict_hf_llama",
+    "remap_state_dict_hf_opt",
+    "remap_state_dict_megatron",
     "shard_state_dict_tp",
-]  # fmt: skip
+]
 
 
 class CausalLMOutput(ModelOutput):
@@ -144,15 +157,30 @@ def create_mixer_cls(
         scale /= layer_idx + 1
     window = s.of_layer("sliding_window", layer_idx)
     options: dict[str, Any] = dict(
-        num_heads=s.n_head, num_heads_kv=s.heads_kv, head_dim=s.width_of_head, qkv_proj_bias=s.qkv_proj_bias,
-        out_proj_bias=s.out_proj_bias, dropout=s.attn_pdrop, softmax_scale=scale, causal=True, layer_idx=layer_idx,
-        rotary_emb_dim=s.rotary_dim(layer_idx), rotary_emb_base=s.of_layer("rotary_emb_base", layer_idx),
-        rotary_emb_scale_base=s.rotary_emb_scale_base, rotary_emb_interleaved=s.rotary_emb_interleaved,
-        use_alibi=s.use_alibi, window_size=(-1, -1) if window is None else (window - 1, 0),
-        use_flash_attn=s.use_flash_attn, qk_norm=s.qk_norm, qk_norm_eps=s.layer_norm_epsilon,
-        qk_norm_zero_centered=s.qk_norm and s.norm_zero_centered, qk_norm_over_heads=s.qk_norm_over_heads,
-        softcap=s.attn_logit_softcapping or 0.0, device=device, dtype=dtype,
-    )  # fmt: skip
+        num_heads=s.n_head,
+        num_heads_kv=s.heads_kv,
+        head_dim=s.width_of_head,
+        qkv_proj_bias=s.qkv_proj_bias,
+        out_proj_bias=s.out_proj_bias,
+        dropout=s.attn_pdrop,
+        softmax_scale=scale,
+        causal=True,
+        layer_idx=layer_idx,
+        rotary_emb_dim=s.rotary_dim(layer_idx),
+        rotary_emb_base=s.of_layer("rotary_emb_base", layer_idx),
+        rotary_emb_scale_base=s.rotary_emb_scale_base,
+        rotary_emb_interleaved=s.rotary_emb_interleaved,
+        use_alibi=s.use_alibi,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        use_flash_attn=s.use_flash_attn,
+        qk_norm=s.qk_norm,
+        qk_norm_eps=s.layer_norm_epsilon,
+        qk_norm_zero_centered=s.qk_norm and s.norm_zero_centered,
+        qk_norm_over_heads=s.qk_norm_over_heads,
+        softcap=s.attn_logit_softcapping or 0.0,
+        device=device,
+        dtype=dtype,
+    )
     mixer_cls: Callable[..., nn.Module]
     if process_group is None:
         mixer_cls = functools.partial(MHA, dwconv=s.attn_dwconv, fused_bias_fc=s.fused_bias_fc, **options)
@@ -414,9 +442,20 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
         constructor, with similar names.
         """
         return checkpoints.load(
-            cls, model_name, config, args, kwargs, strict=strict, device=device, dtype=dtype, world_size=world_size,
-            rank=rank, family=family, progress=progress, torch_dtype=torch_dtype,
-        )  # fmt: skip
+            cls,
+            model_name,
+            config,
+            args,
+            kwargs,
+            strict=strict,
+            device=device,
+            dtype=dtype,
+            world_size=world_size,
+            rank=rank,
+            family=family,
+            progress=progress,
+            torch_dtype=torch_dtype,
+        )
 
     def save_pretrained(
         self, folder: str | os.PathLike, family: str | None = None, max_shard_size: int | str = 5 * 10**9
@@ -665,9 +704,13 @@ def _embeddings(s, process_group, device, dtype):
     if s.word_embed_proj_dim is not None:
         raise ValueError(f"config.word_embed_proj_dim must be None with process_group, found {s.word_embed_proj_dim}")
     return ParallelGPT2Embeddings(
-        s.n_embd, s.padded_vocab_size, s.n_positions, process_group=process_group,
-        sequence_parallel=s.sequence_parallel, **factory,
-    )  # fmt: skip
+        s.n_embd,
+        s.padded_vocab_size,
+        s.n_positions,
+        process_group=process_group,
+        sequence_parallel=s.sequence_parallel,
+        **factory,
+    )
 
 
 _NAME_OF_DECODERS = "GPT2LMHeadModel"
@@ -722,9 +765,13 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         else:
             parallel_cls = _ParallelNormedHead if s.norm_head else ColumnParallelLinear
             self.lm_head = parallel_cls(
-                features, s.padded_vocab_size, process_group, bias=s.lm_head_bias,
-                sequence_parallel=s.sequence_parallel, **factory,
-            )  # fmt: skip
+                features,
+                s.padded_vocab_size,
+                process_group,
+                bias=s.lm_head_bias,
+                sequence_parallel=s.sequence_parallel,
+                **factory,
+            )
         self.vocab_size = s.vocab_size  # without padding, so that generation never draws it
         self.depends_on_capacity = depends_on_length(s)
         self.softcap = s.final_logit_softcapping
@@ -923,9 +970,12 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
         shape = tokens_of(input_ids, inputs_embeds).shape
         hidden = self.transformer(
-            input_ids, position_ids=position_ids, inference_params=inference_params, attention_mask=attention_mask,
+            input_ids,
+            position_ids=position_ids,
+            inference_params=inference_params,
+            attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-        )  # fmt: skip
+        )
         if inference_params is not None and hidden.dim() != 3:
             raise ValueError("config.sequence_parallel must be False with inference_params, found True")
         if num_last_tokens > 0:
@@ -1039,9 +1089,12 @@ class _ParallelNormedHead(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., features) to (..., vocabulary of this process)."""
         return fused_dense_func(
-            x, F.normalize(self.weight), self.bias, process_group=self.process_group,
+            x,
+            F.normalize(self.weight),
+            self.bias,
+            process_group=self.process_group,
             sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+        )
 
 
 # Heads that a loss of hidden states can stand for, and those of them whose weight it gets normalised.

@@ -16,7 +16,7 @@ from flash_attn.models._checkpoints.key_map import (
     padded,
     queries_keys_values,
     reordered,
-)  # fmt: skip
+)
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 

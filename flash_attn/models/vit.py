@@ -223,16 +223,25 @@ class VisionTransformer(LayerStack, TrainerMethods):
     ) -> None:
         super().__init__()
         _check_variant(
-            global_pool=global_pool, init_values=init_values, class_token=class_token, pre_norm=pre_norm,
-            fc_norm=fc_norm, weight_init=weight_init,
-        )  # fmt: skip
+            global_pool=global_pool,
+            init_values=init_values,
+            class_token=class_token,
+            pre_norm=pre_norm,
+            fc_norm=fc_norm,
+            weight_init=weight_init,
+        )
         if depth < 1:
             raise ValueError(f"depth must be at least 1, found {depth}")
         # What a checkpoint says of the model, and whether its layers are those that it cannot describe otherwise.
         self._described = dict(
-            patch_size=patch_size, embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
-            qkv_bias=qkv_bias, no_embed_class=no_embed_class,
-        )  # fmt: skip
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            no_embed_class=no_embed_class,
+        )
         self._usual = dict(
             embed_layer=embed_layer is PatchEmbed, norm_layer=norm_layer is None, act_layer=act_layer in (None, nn.GELU)
         )
@@ -254,12 +263,26 @@ class VisionTransformer(LayerStack, TrainerMethods):
         rates = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
             create_block(
-                embed_dim, num_heads, mlp_ratio, qkv_bias, drop_rate, attn_drop_rate, rates[i - 1] if i > 0 else 0.0,
-                rates[i], norm_layer, act_layer or nn.GELU, use_flash_attn, fused_bias_fc, fused_mlp,
-                fused_dropout_add_ln, layer_idx=i, n_layer=depth, last_layer_subset=True,
+                embed_dim,
+                num_heads,
+                mlp_ratio,
+                qkv_bias,
+                drop_rate,
+                attn_drop_rate,
+                rates[i - 1] if i > 0 else 0.0,
+                rates[i],
+                norm_layer,
+                act_layer or nn.GELU,
+                use_flash_attn,
+                fused_bias_fc,
+                fused_mlp,
+                fused_dropout_add_ln,
+                layer_idx=i,
+                n_layer=depth,
+                last_layer_subset=True,
             )
             for i in range(depth)
-        )  # fmt: skip
+        )
         self.dropout = nn.Dropout(drop_rate)
         self.drop_path = StochasticDepth(rates[-1])
         self.norm = norm_layer(embed_dim)

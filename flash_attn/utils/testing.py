@@ -88,9 +88,24 @@ def generate_qkv(
     query_unused_mask: Tensor | None = None,
     key_unused_mask: Tensor | None = None,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, int, int,
-    Tensor, Tensor, Tensor, Tensor | None, _Pad, _Pad, _Pad,
-]: ...  # fmt: skip
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    int,
+    int,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    _Pad,
+    _Pad,
+    _Pad,
+]: ...
 @overload
 def generate_qkv(
     q: Tensor,

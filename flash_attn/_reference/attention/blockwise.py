@@ -116,9 +116,18 @@ def _parts(q: Tensor, k: Tensor, options: Options, features: Features = _NO_FEAT
 
 
 def bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor, options: Options,
-) -> Tensor:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    options: Options,
+) -> Tensor:
     """Write the gradients of `fwd` into every element of dq, dk and dv. Keys in pages have no gradient.
 
     dout, out: like out of `fwd`. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no
@@ -140,9 +149,18 @@ def bwd(
 
 
 def bwd_features(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
-    lse_lo: Tensor | None, options: Options, features: Features, wants_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    lse_lo: Tensor | None,
+    options: Options,
+    features: Features,
+    wants_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `fwd_features`: (dq, dk, dv, dsink, dbias). The last two are empty if there is none.
 
     lse_lo: as `fwd_features` returns it; None: softmax_lse counts as exact.
@@ -170,10 +188,21 @@ def bwd_features(
 
 
 def _differentiate(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor, options: Options, features: Features = _NO_FEATURES,
-    dbias: Tensor | None = None, lse_lo: Tensor | None = None,
-) -> tuple[Tensor, list[batch_layout.Part]]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    options: Options,
+    features: Features = _NO_FEATURES,
+    dbias: Tensor | None = None,
+    lse_lo: Tensor | None = None,
+) -> tuple[Tensor, list[batch_layout.Part]]:
     """Write dq, dk and dv, and add to dbias. Returns delta, shaped like softmax_lse, and the parts."""
     if options.block_table is not None:
         raise ArgumentError("block_table must be None in the backward, found a tensor: keys in pages have no gradient")
@@ -288,9 +317,14 @@ def _rotate_queries(
 
 
 def _append_(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, filled: Tensor,
-    cache_batch_idx: Tensor | None, block_table: Tensor | None,
-) -> None:  # fmt: skip
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    filled: Tensor,
+    cache_batch_idx: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
     """Write k and v at positions filled .. filled + seqlen_new - 1 of each entry; none where `filled` is negative."""
     entries = (filled >= 0).nonzero()[:, 0]
     positions = filled[entries, None] + torch.arange(k.shape[1], device=filled.device)
@@ -328,9 +362,17 @@ def _attend(
 
 
 def _forward(
-    group: Group, options: Options, features: Features, row_max: Tensor | None, lse_lo: Tensor | None, q: Tensor,
-    k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-) -> None:  # fmt: skip
+    group: Group,
+    options: Options,
+    features: Features,
+    row_max: Tensor | None,
+    lse_lo: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+) -> None:
     scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
     sinks = None if features.learnable_sink is None else group.per_head(features.learnable_sink.to(dtype))
@@ -396,10 +438,23 @@ def _with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    group: Group, options: Options, features: Features, dbias: Tensor | None, lse_lo: Tensor | None, q: Tensor,
-    k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor, dlse: Tensor | None, delta: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor,
-) -> None:  # fmt: skip
+    group: Group,
+    options: Options,
+    features: Features,
+    dbias: Tensor | None,
+    lse_lo: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)

@@ -24,9 +24,15 @@ def attention(
     """Returns what `fwd_features` in blockwise.py does, with row_max and lse_lo, which have no derivative."""
     options.check()
     parts = batch_layout.parts(
-        q, k, options.cu_seqlens_q, options.cu_seqlens_k, options.seqused_k, options.leftpad_k, options.block_table,
+        q,
+        k,
+        options.cu_seqlens_q,
+        options.cu_seqlens_k,
+        options.seqused_k,
+        options.leftpad_k,
+        options.block_table,
         seqused_q=features.seqused_q,
-    )  # fmt: skip
+    )
     packed = q.dim() == 3
     paged = options.block_table is not None
     rows = q[None] if packed else q

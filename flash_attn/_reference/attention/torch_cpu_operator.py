@@ -65,9 +65,20 @@ def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out:
 
 
 def backward(
-    part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
-    dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-) -> bool:  # fmt: skip
+    part: Part,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> bool:
     """Write the part of dq, dk, dv and delta, the row sums of dout * out, (batch, seqlen_q, heads, 1).
 
     Returns whether it did. It writes nothing with a gradient of softmax_lse, which the operator does not take; nor if a

@@ -265,12 +265,12 @@ def save(model, folder, name, max_shard_size):
 
 # Fields without effect on the logits of a model in evaluation: how it computes, and how it is trained.
 _HOW = frozenset(
-    {
-        "use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dense_sqrelu_dense", "mlp_checkpoint_lvl",
-        "fused_dropout_add_ln", "residual_in_fp32", "pad_vocab_size_multiple", "sequence_parallel",
-        "gradient_checkpointing", "initializer_range", "resid_pdrop", "embd_pdrop", "attn_pdrop", "mlp_multiple_of",
-    }
-)  # fmt: skip
+    """
+        use_flash_attn fused_bias_fc fused_mlp fused_dense_sqrelu_dense mlp_checkpoint_lvl fused_dropout_add_ln
+        residual_in_fp32 pad_vocab_size_multiple sequence_parallel gradient_checkpointing initializer_range resid_pdrop
+        embd_pdrop attn_pdrop mlp_multiple_of
+    """.split()
+)
 
 
 def _check_described(config, family, source):
@@ -296,13 +296,34 @@ def _what(s):
 
 # Fields of ours that transformers' GPT-2 does not have, with the values that stand for its behaviour.
 _OF_GPT2 = dict(
-    mlp_fc1_bias=True, mlp_fc2_bias=True, prenorm=True, input_norms=True, output_norms=False, rms_norm=False,
-    norm_bias=True, parallel_block=False, qkv_proj_bias=True, out_proj_bias=True, qk_norm=False, attn_dwconv=False,
-    attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=None, rotary_emb_fraction=0.0,
-    use_alibi=False, mup_scale_qk_dot_by_d=False, mup_attn_multiplier=1.0, mup_embeddings_multiplier=1.0,
-    mup_residual_multiplier=1.0, mup_width_scale=1.0, mup_output_multiplier=1.0, word_embed_proj_dim=None,
-    lm_head_bias=False, norm_head=False, gated=False,
-)  # fmt: skip
+    mlp_fc1_bias=True,
+    mlp_fc2_bias=True,
+    prenorm=True,
+    input_norms=True,
+    output_norms=False,
+    rms_norm=False,
+    norm_bias=True,
+    parallel_block=False,
+    qkv_proj_bias=True,
+    out_proj_bias=True,
+    qk_norm=False,
+    attn_dwconv=False,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+    sliding_window=None,
+    rotary_emb_fraction=0.0,
+    use_alibi=False,
+    mup_scale_qk_dot_by_d=False,
+    mup_attn_multiplier=1.0,
+    mup_embeddings_multiplier=1.0,
+    mup_residual_multiplier=1.0,
+    mup_width_scale=1.0,
+    mup_output_multiplier=1.0,
+    word_embed_proj_dim=None,
+    lm_head_bias=False,
+    norm_head=False,
+    gated=False,
+)
 
 
 def _gpt2_fields(config):
@@ -313,10 +334,9 @@ def _gpt2_fields(config):
     for field, (value, found) in needed.items():
         if found != value:
             raise ValueError(f"config.{field} must be {value!r} to save in the format of GPT-2, found {found!r}")
-    names = (
-        "vocab_size", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "activation_function", "resid_pdrop",
-        "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "scale_attn_weights",
-        "scale_attn_by_inverse_layer_idx", "tie_word_embeddings",
-    )  # fmt: skip
+    names = """
+        vocab_size n_embd n_layer n_head n_positions n_inner activation_function resid_pdrop embd_pdrop attn_pdrop
+        layer_norm_epsilon initializer_range scale_attn_weights scale_attn_by_inverse_layer_idx tie_word_embeddings
+    """.split()
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")}
     return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | {n: getattr(s, n) for n in names} | ids

@@ -105,13 +105,31 @@ class MHA(MultiHeadAttention):
         softcap: float = 0.0,
     ) -> None:
         super().__init__(
-            embed_dim, num_heads, num_heads_kv, None, softmax_scale=softmax_scale, causal=causal, dropout=dropout,
-            layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,
-            rotary_emb_scale_base=rotary_emb_scale_base, rotary_emb_interleaved=rotary_emb_interleaved,
-            use_alibi=use_alibi, window_size=window_size, use_flash_attn=use_flash_attn, checkpointing=checkpointing,
-            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, qk_norm_zero_centered=qk_norm_zero_centered,
-            qk_norm_over_heads=qk_norm_over_heads, softcap=softcap, device=device, dtype=dtype,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            num_heads_kv,
+            None,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            dropout=dropout,
+            layer_idx=layer_idx,
+            rotary_emb_dim=rotary_emb_dim,
+            rotary_emb_base=rotary_emb_base,
+            rotary_emb_scale_base=rotary_emb_scale_base,
+            rotary_emb_interleaved=rotary_emb_interleaved,
+            use_alibi=use_alibi,
+            window_size=window_size,
+            use_flash_attn=use_flash_attn,
+            checkpointing=checkpointing,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+            qk_norm_zero_centered=qk_norm_zero_centered,
+            qk_norm_over_heads=qk_norm_over_heads,
+            softcap=softcap,
+            device=device,
+            dtype=dtype,
+        )
         if cross_attn and rotary_emb_dim > 0:
             raise ValueError(f"rotary_emb_dim must be 0 with cross_attn, found {rotary_emb_dim}")
         if cross_attn and qk_norm:

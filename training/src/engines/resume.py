@@ -283,9 +283,11 @@ class ExactResume(Strategy):
             faults += [
                 f"{name.removeprefix(checkpoints.WEIGHTS)} is not in the model"
                 for name in entries
-                if name.startswith(checkpoints.WEIGHTS) and name not in model and self._is_mine(name)
+                if name.startswith(checkpoints.WEIGHTS)
+                and name not in model
+                and self._is_mine(name)
                 and not _NO_LONGER_STORED.fullmatch(name.removeprefix(checkpoints.WEIGHTS))
-            ]  # fmt: skip
+            ]
         if not self.optimizers:
             return faults
         kinds = [_kind(optimizer) for optimizer in self.optimizers]

@@ -174,8 +174,12 @@ class SequenceModel(L.LightningModule):
             log.warning(
                 "The global batch has %d sequences, %d processes x datamodule.batch_size=%d x %d accumulated batches, "
                 "not train.global_batch_size=%d, which is no multiple of processes x datamodule.batch_size",
-                replicas * batch * accumulated, replicas, batch, accumulated, wanted,
-            )  # fmt: skip
+                replicas * batch * accumulated,
+                replicas,
+                batch,
+                accumulated,
+                wanted,
+            )
 
     def configure_optimizers(self) -> Any:
         train = self.cfg.train
