@@ -3,7 +3,7 @@
 step: forward and backward, gradients of the input and of all parameters. flops: 6 for each parameter and token, and 3.5
 times those of the causal half of attention's forward.
 
-decode: one token for each sequence behind a cache that is full but for it. All providers replay a CUDA graph;
+decode: one token for each sequence at the end of a cache that it fills. All providers replay a CUDA graph;
 transformers has its static cache. bytes: the parameters, and the cache.
 """
 

@@ -4,7 +4,7 @@ train: a step of training in bf16, forward, loss, backward and fused AdamW, with
 that a token meets, and 3.5 times those of the causal half of attention's forward. peak_mb: gradients and what the step
 needs for a while, beyond parameters and the optimizer's state.
 
-decode: one token for each sequence behind a cache that is full but for it. flash_attn replays the CUDA graph that
+decode: one token for each sequence at the end of a cache that it fills. flash_attn replays the CUDA graph that
 `generate(cg=True)` makes; transformers has its static cache, eager and compiled, and the compiled one replays a CUDA
 graph, too. bytes: the weights that a token meets, and the cache, once. peak_mb: what a step needs beyond weights and
 cache.

@@ -4,8 +4,8 @@
     python -m benchmarks.plot FILE.csv [GLOB] [--providers NAME ...] [--out FILE]
 
 The second draws those rows of a file whose op/case/dtype matches GLOB (all of them if there is none), with a panel for
-each op, in which each case has a bar for each provider. Of a file with rows of several devices, those of the one with
-most rows are drawn, and where a case was measured more than once, the last row counts.
+each op, in which each case has a bar for each provider. If a file has rows of several devices, only those of the device
+with most rows are drawn. Where a case was measured more than once, the last row counts.
 """
 
 import argparse

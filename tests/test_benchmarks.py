@@ -166,7 +166,7 @@ def test_power_of_a_function(nvidia_smi, tmp_path):
 
 def test_power_that_cannot_be_read(nvidia_smi):
     nvidia_smi("echo No devices were found >&2; exit 6")
-    with pytest.raises(RuntimeError, match=r"nvidia-smi has read nothing in \d\.\d s: No devices were found"):
+    with pytest.raises(RuntimeError, match=r"nvidia-smi gave no reading in \d\.\d s: No devices were found"):
         power.power_of(lambda: time.sleep(0.01), seconds=0.2)
 
 

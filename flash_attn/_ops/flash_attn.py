@@ -307,7 +307,7 @@ def _scale_if_plain(op, q, k, v, scale):
 
 
 def _is_plain_index(x, dims):
-    """Whether `x` is a tensor of indices as kernels read it, but for its sizes and its device."""
+    """Whether `x` is a tensor of indices as kernels read it, apart from its sizes and its device."""
     return type(x) is Tensor and x.dtype is torch.int32 and x.dim() == dims and x.is_contiguous() and not x.is_meta
 
 
@@ -838,8 +838,8 @@ def _warn_of_gradients(*tensors):
         every = "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "attn_bias"
         names = " and ".join(itertools.compress(every, wanted))
         _library.warn_once(
-            f"flash_attn: a call with a cache got {names} with requires_grad=True, but such calls have no gradient: "
-            "the result has none. Make them under torch.no_grad(), or train with flash_attn_func"
+            f"flash_attn: {names} requires grad, but a call with a cache computes no gradients. Make such calls under "
+            "torch.no_grad(), or train with flash_attn_func"
         )
 
 

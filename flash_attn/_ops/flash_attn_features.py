@@ -177,24 +177,24 @@ def _beyond_head_dims(q, v, most):
 
 
 def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
-    """Returns what in a call the kernels cannot compute, in the words of a warning; empty if they can do it all."""
+    """Returns what in a call the kernels cannot compute, as a warning names it; empty if they can compute all."""
     _, bias, ranges, _, causal, seqused_q, _ = features
     causes = []
     if bias is not None and bias.dtype not in (q.dtype, torch.float32, torch.bool):
         causes.append(f"attn_bias of dtype {bias.dtype}")
     if bias is not None and bias.shape[-1] == 1:
-        causes.append("attn_bias of one key")
+        causes.append("attn_bias with one key")
     if ranges is not None and ranges.shape[-1] > 2:
-        causes.append("key_ranges of two intervals")
+        causes.append("key_ranges with two intervals")
     if seqused_q is not None and (features.learnable_sink is not None or options.alibi_slopes is not None):
-        causes.append("seqused_q beside " + ("alibi_slopes" if features.learnable_sink is None else "learnable_sink"))
+        causes.append("seqused_q with " + ("alibi_slopes" if features.learnable_sink is None else "learnable_sink"))
     if causal is not None and isinstance(options, CacheOptions) and options.rotary_cos is not None:
-        causes.append("causal of each entry beside rotary_cos")
+        causes.append("causal as a tensor with rotary_cos")
     return causes + _beyond_head_dims(q, v, KERNEL_HEAD_DIM)
 
 
 def beyond_dmask_kernels(q: Tensor) -> list[str]:
-    """Why the kernels cannot compute S_dmask of these queries, in the words of a warning; empty if they can."""
+    """Why the kernels cannot compute S_dmask of these queries, as a warning names it; empty if they can."""
     return _beyond_head_dims(q, q, DMASK_KERNEL_HEAD_DIM)
 
 

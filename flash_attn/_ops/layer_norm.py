@@ -177,10 +177,10 @@ def backward(
     ):
         if value is not None or name in ("mean", "rstd", "weight"):
             checks.tensor(names[name], value, dtypes=dtypes, shape=shape, device=dout.device)
-    _check_together(names["x0"], x0, names["colscale"], colscale is not None)
-    _check_together(names["dout1"], dout1, names["weight1"], weight1 is not None)
-    _check_together(names["mask0"], mask0, "dropout_p > 0", dropout_p > 0)
-    _check_together(names["out_subset"], out_subset, names["x0_subset"], x0_subset is not None)
+    _check_together(names, "x0", x0, "colscale", colscale is not None)
+    _check_together(names, "dout1", dout1, "weight1", weight1 is not None)
+    _check_together(names, "mask0", mask0, "dropout_p > 0", dropout_p > 0)
+    _check_together(names, "out_subset", out_subset, "x0_subset", x0_subset is not None)
     results = bwd(
         dout,
         dout1,
@@ -214,9 +214,10 @@ def backward(
     return tuple(x if wanted else None for x, wanted in zip(results, there))
 
 
-def _check_together(name, value, other, is_there):
+def _check_together(names, name, value, other, is_there):
     if (value is not None) != is_there:
-        raise ValueError(f"{name} must be given with {other}, and only then, found {type(value).__name__}")
+        name, other = names[name], names.get(other, other)
+        raise ValueError(f"{name} must be given with {other} and must be None without it, found {type(value).__name__}")
 
 
 def normalize_linear(

@@ -102,7 +102,7 @@ class CausalLMOutput(ModelOutput):
     @property
     def loss(self) -> NoReturn:
         """Raises AttributeError: logits were asked for, not a loss."""
-        raise AttributeError("loss is computed with labels or shift_labels only, found neither")
+        raise AttributeError("loss needs labels or shift_labels, found neither")
 
 
 class CausalLMLoss(ModelOutput):
@@ -113,7 +113,7 @@ class CausalLMLoss(ModelOutput):
     @property
     def logits(self) -> NoReturn:
         """Raises AttributeError: a loss was asked for, which does not need all logits."""
-        raise AttributeError("logits are computed without labels only: those of all tokens would take much memory")
+        raise AttributeError("logits are not computed with labels, since those of all tokens would take much memory")
 
 
 def _sqrelu(x: Tensor) -> Tensor:
@@ -688,8 +688,8 @@ def _one_sequence(position_ids, attention_mask, is_learned):
         row = int((~fits).nonzero()[0])
         expected = "not begin again at 0 within a row" if is_learned else "count up by 1 in each row"
         raise ValueError(
-            f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, as several "
-            "sequences in one row are not told apart: give each a row of its own, "
+            f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, since attention "
+            "does not separate several sequences in one row: give each a row of its own, "
             f"found {position_ids[row].tolist()} in row {row}"
         )
     return fits

@@ -371,14 +371,14 @@ class VisionTransformer(LayerStack, TrainerMethods):
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = 5 * 10**9) -> None:
         """Write a folder that timm loads, as `timm.create_model("local-dir:" + folder)`, and `from_pretrained`.
 
-        What else the config.json of the checkpoint has that this model comes from is kept, as how images are prepared.
+        Other fields of the config.json that the model was loaded from, such as how images are prepared, are kept.
 
         Arguments:
             folder: is made if it is not there.
             max_shard_size: bytes of a file, in which a larger checkpoint is divided (which timm does not read); or
                 text, as "5GB".
 
-        Raises ValueError for a model with layers of one's own, or another head, which config.json cannot describe.
+        Raises ValueError for a model with custom layers or another head, which config.json cannot describe.
         """
         checkpoints.save(self, folder, max_shard_size)
 

@@ -714,7 +714,7 @@ def op_arguments(device, without=""):
     return (q, k, v[..., :5].contiguous(), *features[:2]), (*options, *features[2:])
 
 
-# Kernels take all features, but for seqused_q beside a sink: both are for the ops that run in plain torch everywhere.
+# Kernels take all features, except seqused_q with a sink: both are for the ops that run in plain torch everywhere.
 OVERLOADS = [("", "seqused_q"), ("", "learnable_sink"), ("_reference", "")]
 
 
@@ -976,4 +976,4 @@ def test_a_slow_call_on_a_gpu_names_its_arguments_once(monkeypatch, recwarn):
     for _ in range(2):
         flash_attn_func(q, k, v, attn_bias=torch.zeros(1), return_max_logit=True)
     (warning,) = [str(w.message) for w in recwarn if "slower reference backend" in str(w.message)]
-    assert "attn_bias of one key and head dims 528 of keys and 528 of values" in warning
+    assert "attn_bias with one key and head dims 528 of keys and 528 of values" in warning

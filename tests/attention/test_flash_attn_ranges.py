@@ -255,12 +255,12 @@ CALLS = {  # what of a call is beyond kernels -> its arguments
         PLAIN,
         RANGES._replace(attention_chunk=3, causal=NUMBERS, attn_bias=torch.zeros(2, 1, 1, 8, 8)),
     ),
-    "attn_bias of one key": (Q, V, PLAIN, SINK._replace(attn_bias=torch.zeros(1, 1, 1, 1, 1))),
+    "attn_bias with one key": (Q, V, PLAIN, SINK._replace(attn_bias=torch.zeros(1, 1, 1, 1, 1))),
     "attn_bias of dtype torch.float64": (Q, V, PLAIN, SINK._replace(attn_bias=torch.zeros(1, 1, 1, 1, 8).double())),
-    "key_ranges of two intervals": (Q, V, PLAIN, Features(key_ranges=torch.zeros(1, 1, 8, 4).int())),
-    "seqused_q beside learnable_sink": (Q, V, PLAIN, SINK._replace(seqused_q=NUMBERS)),
-    "seqused_q beside alibi_slopes": (Q, V, PLAIN._replace(alibi_slopes=torch.zeros(4)), Features(seqused_q=NUMBERS)),
-    "causal of each entry beside rotary_cos": (Q, V, CACHED._replace(rotary_cos=Q), Features(causal=NUMBERS)),
+    "key_ranges with two intervals": (Q, V, PLAIN, Features(key_ranges=torch.zeros(1, 1, 8, 4).int())),
+    "seqused_q with learnable_sink": (Q, V, PLAIN, SINK._replace(seqused_q=NUMBERS)),
+    "seqused_q with alibi_slopes": (Q, V, PLAIN._replace(alibi_slopes=torch.zeros(4)), Features(seqused_q=NUMBERS)),
+    "causal as a tensor with rotary_cos": (Q, V, CACHED._replace(rotary_cos=Q), Features(causal=NUMBERS)),
     "head dims 64 of keys and 520 of values": (Q, torch.zeros(2, 8, 4, 520), PLAIN, SINK),
 }
 

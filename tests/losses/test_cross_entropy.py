@@ -823,7 +823,7 @@ def test_odd_but_legal():
     logits = torch.randn(3, 10)
     torch.testing.assert_close(CrossEntropyLoss(**odd)(logits, LABELS), CrossEntropyLoss(**usual)(logits, LABELS))
     learned = torch.tensor(2.0, requires_grad=True)
-    with pytest.raises(ValueError, match="logit_scale must not require grad, as it gets none"):
+    with pytest.raises(ValueError, match="logit_scale must not require grad, since no gradient is computed for it"):
         cross_entropy_loss(logits, LABELS, logit_scale=learned)
     with torch.no_grad():
         cross_entropy_loss(logits, LABELS, logit_scale=learned)

@@ -241,7 +241,7 @@ def test_odd_but_legal():
     )
     for name, value in usual.items():
         learned = torch.tensor(value, requires_grad=True)
-        with pytest.raises(ValueError, match=f"{name} must not require grad, as it gets none"):
+        with pytest.raises(ValueError, match=f"{name} must not require grad, since no gradient is computed for it"):
             linear_cross_entropy(hidden, weight, labels, **{name: learned})
 
 

@@ -630,7 +630,7 @@ def test_fields_of_the_configuration_by_name(tmp_path):
         assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
     assert given.num_labels == 5 and not hasattr(given, "use_flash_attn")
     assert bert.BertModel.from_pretrained(tmp_path, add_pooling_layer=False).pooler is None
-    with pytest.warns(FutureWarning, match="torch_dtype is taken for dtype") as notices:
+    with pytest.warns(FutureWarning, match="torch_dtype is the older name of dtype") as notices:
         ours = head.from_pretrained(tmp_path, torch_dtype="float16")
     assert next(ours.parameters()).dtype == torch.float16
     assert [notice.filename for notice in notices] == [__file__]

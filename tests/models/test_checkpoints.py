@@ -264,7 +264,7 @@ def test_names_of_dtypes(folder):
     for given, expected in (("auto", torch.bfloat16), ("float16", torch.float16), (None, torch.float32)):
         model = GPTLMHeadModel.from_pretrained(path, dtype=given)
         assert {parameter.dtype for parameter in model.parameters()} == {expected}
-    with pytest.warns(FutureWarning, match="torch_dtype is taken for dtype") as notices:
+    with pytest.warns(FutureWarning, match="torch_dtype is the older name of dtype") as notices:
         model = GPTLMHeadModel.from_pretrained(path, torch_dtype="auto")
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert [notice.filename for notice in notices] == [__file__]

@@ -629,9 +629,9 @@ def test_a_loss_with_labels_that_are_shifted_already(cap, device):
 
 def test_what_a_call_does_not_return():
     model, x = GPTLMHeadModel(config_of()), ids()
-    with pytest.raises(AttributeError, match="loss is computed with labels or shift_labels only, found neither"):
+    with pytest.raises(AttributeError, match="loss needs labels or shift_labels, found neither"):
         _ = model(x).loss
-    with pytest.raises(AttributeError, match="logits are computed without labels only"):
+    with pytest.raises(AttributeError, match="logits are not computed with labels"):
         _ = model(x, labels=x).logits
 
 

@@ -743,7 +743,7 @@ def test_odd_but_legal():
     assert torch.equal(found, expected)
     good = dict(x=X, norm_weight=W, norm_bias=None, linear_weight=X[0], linear_bias=None, eps=0.25)
     assert torch.equal(layer_norm_linear_fn(**good | dict(eps=torch.tensor(0.25))), layer_norm_linear_fn(**good))
-    with pytest.raises(ValueError, match="epsilon must not require grad, as it gets none"):
+    with pytest.raises(ValueError, match="epsilon must not require grad, since no gradient is computed for it"):
         layer_norm_linear_fn(**good | dict(eps=torch.tensor(0.25, requires_grad=True)))
 
 
@@ -784,11 +784,14 @@ def test_other_errors():
     subsets = dict.fromkeys(("x0_subset_", "z_subset_"), torch.arange(1, 7, dtype=torch.int32))
     for changes, message in (
         (dict(dz=z[0]), "dz must have shape"),
-        (dict(dmask_=torch.ones(6, 64, dtype=torch.uint8)), "dmask_ must be given with dropout_p > 0, and only then"),
-        (dict(colscale_=W), "x0_ must be given with colscale_, and only then"),
+        (
+            dict(dmask_=torch.ones(6, 64, dtype=torch.uint8)),
+            "dmask_ must be given with dropout_p > 0 and must be None without it",
+        ),
+        (dict(colscale_=W), "x0_ must be given with colscale_ and must be None without it"),
         (dict(mu=mu[:3]), "mu must have shape"),
         (dict(**subsets, x0_numrows=-1), "x0_numrows must be at least 0"),
-        (dict(z_subset_=subsets["z_subset_"]), "z_subset_ must be given with x0_subset_, and only then"),
+        (dict(z_subset_=subsets["z_subset_"]), "z_subset_ must be given with x0_subset_ and must be None without it"),
     ):
         arguments = dict(dz=z, dx_=None, x=x, x0_=None, dmask_=None, mu=mu, rsigma=rsigma, gamma=W, rowscale_=None,
                          colscale_=None, x0_subset_=None, z_subset_=None, dropout_p=0.0, rowscale_const=1.0,
@@ -799,7 +802,7 @@ def test_other_errors():
         dropout_layer_norm.dropout_add_ln_bwd(**(arguments | dict(rsigma=None)))
     with pytest.raises(TypeError, match="x0_numrows must be an integer"):
         dropout_layer_norm.dropout_add_ln_bwd(**(arguments | subsets | dict(x0_numrows="6")))
-    with pytest.raises(ValueError, match="dz1_ must be given with gamma1_, and only then"):
+    with pytest.raises(ValueError, match="dz1_ must be given with gamma1_ and must be None without it"):
         dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(
             z, None, None, x, None, None, mu, rsigma, W, W, 0.0, False, False
         )

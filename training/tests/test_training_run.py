@@ -311,16 +311,16 @@ def first_runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("first", "then", "says"),
     [
-        ([], ["train.optimizer.lr=0.5"], r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5"),
-        ([], ["trainer.max_steps=6"], r"whatever they are now: train\.scheduler\.t_initial was 4, and is 6"),
-        ([], ["+train.optimizer.eps=0.1"], r"whatever they are now: train\.optimizer\.eps was None, and is 0\.1"),
+        ([], ["train.optimizer.lr=0.5"], r"not those of this run: train\.optimizer\.lr was \S+, and is 0\.5"),
+        ([], ["trainer.max_steps=6"], r"not those of this run: train\.scheduler\.t_initial was 4, and is 6"),
+        ([], ["+train.optimizer.eps=0.1"], r"not those of this run: train\.optimizer\.eps was None, and is 0\.1"),
         ([], ["trainer.gradient_clip_val=0.5", "seed=7"], None),
         ([], ZERO, None),
         (ZERO, [], None),
         (
             [],
             [*ZERO, "train.optimizer.lr=0.5"],
-            r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5; train\.scheduler\.lr_min .*\n",
+            r"not those of this run: train\.optimizer\.lr was \S+, and is 0\.5; train\.scheduler\.lr_min .*\n",
         ),
         ([], ["+train.optimizer.betas=[0.9,0.999]", "+train.optimizer.eps=1e-8"], None),
     ],

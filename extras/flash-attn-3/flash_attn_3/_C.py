@@ -91,7 +91,7 @@ def attention(
             )
             return out, lse
         if seqused_q is not None:
-            raise NotImplementedError("seqused_q must be None where dense queries meet a cache, found a tensor")
+            raise NotImplementedError("seqused_q must be None with dense queries and a cache, found a tensor")
         out, lse, _ = flash_attn.decode(
             q,
             k,

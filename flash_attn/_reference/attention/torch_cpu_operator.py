@@ -39,7 +39,7 @@ def computes(part: Part, options: Options, q: Tensor) -> bool:
 def forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
     """Write the part's rows of out and softmax_lse, (batch, seqlen_q, heads, head_dim or 1).
 
-    Returns whether it did: if not, some rows may have been written, and all are to be computed in another way.
+    Returns whether it did. If not, some rows may have been written, and the caller computes all in another way.
     """
     if not computes(part, options, q):
         return False

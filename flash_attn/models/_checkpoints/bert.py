@@ -121,7 +121,7 @@ def _named_alike(model, state_dict):
 
 
 def _their_state_dict(model):
-    """Parameters by transformers' names. Of those that are tied, only the word embeddings."""
+    """Parameters by transformers' names; of two tied weights only that of the word embeddings."""
     state_dict = state_to_save(model)
     if model._tied_modules() and model.is_tied:
         del state_dict["cls.predictions.decoder.weight"]

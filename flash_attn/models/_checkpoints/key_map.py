@@ -224,7 +224,7 @@ class KeyMap:
     def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """Make ours from `tensors`, and remove what was used. The rest stays there, under its usual names.
 
-        Of a tied embedding and head, either may be missing; ValueError if they differ.
+        If embedding and head are tied, either may be missing; ValueError if they differ.
         """
         s = settings(config)
         self.spell(tensors)

@@ -266,7 +266,7 @@ class ExactResume(Strategy):
         without_effect = [each for each in changed if each.partition(" ")[0] in kept]
         if without_effect:
             _log.warning(
-                f"Options that stay as they are in the checkpoint, whatever they are now: {'; '.join(without_effect)}"
+                f"These options keep the values of the checkpoint, not those of this run: {'; '.join(without_effect)}"
             )
 
     def _differences(self, state):

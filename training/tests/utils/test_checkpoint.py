@@ -138,9 +138,9 @@ def test_latest(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert checkpoints.latest(tmp_path).name == "last.ckpt"
     for expected in (
-        "step_2.ckpt is passed over: manifest.json is missing, so writing it was interrupted",
-        ".pl_auto_save.ckpt is passed over: state.json must have",
-        "other.ckpt is passed over: it is a file",
+        "step_2.ckpt is ignored: manifest.json is missing, so writing it was interrupted",
+        ".pl_auto_save.ckpt is ignored: state.json must have",
+        "other.ckpt is ignored: it is a file",
     ):
         assert expected in caplog.text
     assert not checkpoints.is_complete(tmp_path / "step_2.ckpt")
@@ -316,7 +316,7 @@ def test_uneven_parts_of_layers_are_put_together(tmp_path):
         assert found[f"optimizer_states.0.step.model.{name}"] == 3
     checkpoints.save(tmp_path / "b.ckpt", {"engine": {"tensor_parallel_size": 2}}, tensors)
     with pytest.raises(
-        checkpoints.CheckpointError, match="parts of a tensor parallel model, and does not say of which"
+        checkpoints.CheckpointError, match="parts of a tensor parallel model, but does not say how it was divided"
     ):
         checkpoints.load_checkpoint(tmp_path / "b.ckpt")
 

@@ -256,7 +256,7 @@ def get_scheduler_metadata(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names that other packages call. Of the options of the original, those of its tiles are not here; what follows them is
+# Names that other packages call. The original's options of tiles are not here; what follows them is
 # taken by keyword.
 
 
@@ -457,7 +457,7 @@ def _attention(
     scores = softmax_scale, causal, window
     if page_table is not None and cu_seqlens_q is None:
         if seqused_q is not None:
-            raise NotImplementedError("seqused_q must be None where dense queries meet pages, found a tensor")
+            raise NotImplementedError("seqused_q must be None with dense queries and pages, found a tensor")
         out, lse, _ = flash_attn.decode(
             q,
             k,
