@@ -146,8 +146,20 @@ def flash_attn_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
-    options = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
-    results = flash_attn.forward(q, k, v, softmax_scale, causal, window_size, return_attn_probs, features, **options)
+    results = flash_attn.forward(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        window_size,
+        return_attn_probs,
+        features,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
     return _wanted(results, return_lse)
 
 
@@ -205,9 +217,19 @@ def flash_attn_kvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
-    options = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
     results = flash_attn.forward(
-        q, kv, None, softmax_scale, causal, window_size, return_attn_probs, features, **options
+        q,
+        kv,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        return_attn_probs,
+        features,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
     )
     return _wanted(results, return_lse)
 
@@ -264,9 +286,19 @@ def flash_attn_qkvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
-    options = dict(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic)
     results = flash_attn.forward(
-        qkv, None, None, softmax_scale, causal, window_size, return_attn_probs, features, **options
+        qkv,
+        None,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        return_attn_probs,
+        features,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
     )
     return _wanted(results, return_lse)
 
@@ -342,7 +374,15 @@ def flash_attn_varlen_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
-    options = dict(
+    results = flash_attn.forward(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        window_size,
+        return_attn_probs,
+        features,
         dropout_p=dropout_p,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -353,7 +393,6 @@ def flash_attn_varlen_func(
         max_seqlen_k=max_seqlen_k,
         block_table=block_table,
     )
-    results = flash_attn.forward(q, k, v, softmax_scale, causal, window_size, return_attn_probs, features, **options)
     return _wanted(results, return_lse)
 
 
@@ -419,7 +458,15 @@ def flash_attn_varlen_kvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
-    options = dict(
+    results = flash_attn.forward(
+        q,
+        kv,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        return_attn_probs,
+        features,
         dropout_p=dropout_p,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -428,9 +475,6 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-    )
-    results = flash_attn.forward(
-        q, kv, None, softmax_scale, causal, window_size, return_attn_probs, features, **options
     )
     return _wanted(results, return_lse)
 
@@ -492,7 +536,15 @@ def flash_attn_varlen_qkvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
-    options = dict(
+    results = flash_attn.forward(
+        qkv,
+        None,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        return_attn_probs,
+        features,
         dropout_p=dropout_p,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -501,9 +553,6 @@ def flash_attn_varlen_qkvpacked_func(
         cu_seqlens_k=cu_seqlens,
         max_seqlen_q=max_seqlen,
         max_seqlen_k=max_seqlen,
-    )
-    results = flash_attn.forward(
-        qkv, None, None, softmax_scale, causal, window_size, return_attn_probs, features, **options
     )
     return _wanted(results, return_lse)
 
