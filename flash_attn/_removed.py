@@ -22,8 +22,8 @@ def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], objec
     `from module import name` gets an ImportError that says what to use, or which names there are: Python would drop the
     text of an AttributeError there. All else gets an AttributeError, which hasattr and getattr need.
 
-    The two are told apart by who asks. Before `from` reads a name of a package, importlib asks whether it is there, to
-    import it as a submodule if not. Python takes every module with a `__path__` for a package, even an empty one.
+    The caller shows which of the two it is. Before `from` reads a name of a package, importlib asks if it is there,
+    to import it as a submodule if not. Python takes every module with a `__path__` for a package, even an empty one.
     """
 
     def __getattr__(name: str) -> object:

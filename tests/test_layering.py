@@ -310,6 +310,16 @@ def test_includes_exist():
     check(sources(), wrong, "Write project headers from csrc/ on.")
 
 
+def test_files_that_comments_name_exist():
+    """Of Python and of the pages; headers are found by `test_includes_exist`."""
+
+    def wrong(path):
+        names = re.findall(r"\b(?:flash_attn|tests|benchmarks|docs)/[\w/]+\.(?:py|md)\b", path.read_text())
+        yield from (f"names {name}" for name in names if not (ROOT / name).exists())
+
+    check(sources(), wrong, "Name the file that took its place.")
+
+
 def test_only_binding_sees_torch_and_only_its_stable_headers():
     def wrong(path):
         for header in includes(path, "<"):
