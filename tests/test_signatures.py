@@ -29,9 +29,11 @@ def shown(function):
     parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     named = (type, types.FunctionType, types.BuiltinFunctionType)
     parameters = [
-        each.replace(default=Named(each.default)) if each.default is not each.empty and isinstance(each.default, named)
-        else each for each in parameters
-    ]  # fmt: skip
+        each.replace(default=Named(each.default))
+        if each.default is not each.empty and isinstance(each.default, named)
+        else each
+        for each in parameters
+    ]
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))[1:-1]
 
 

@@ -719,9 +719,13 @@ OVERLOADS = [("", "seqused_q"), ("", "learnable_sink"), ("_reference", "")]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("overload, without, dtype", [
-    *((*overload, torch.bfloat16) for overload in OVERLOADS), ("_reference", "", torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overload, without, dtype",
+    [
+        *((*overload, torch.bfloat16) for overload in OVERLOADS),
+        ("_reference", "", torch.float32),
+    ],
+)
 def test_opcheck_fwd_features(overload, without, dtype, requires_grad, device):
     tensors, others = op_arguments(device, without)
     tensors = [x if x is None else x.to(dtype).requires_grad_(requires_grad) for x in tensors]

@@ -189,9 +189,15 @@ def test_decoding(row, device, monkeypatch):
 
     q, added = draw(3, row["seqlen_q"], heads), [draw(3, new, heads_k) for _ in "kv"]
     caches = [draw(3, capacity, heads_k) for _ in "kv"]
-    full = [torch.cat([x[b, pad:length] if new == 0 else torch.cat([x[b, pad:length], y[b]])
-            for b, (pad, length) in enumerate(zip(pads, lengths, strict=True))])
-            for x, y in zip(caches, added, strict=True)]  # fmt: skip
+    full = [
+        torch.cat(
+            [
+                x[b, pad:length] if new == 0 else torch.cat([x[b, pad:length], y[b]])
+                for b, (pad, length) in enumerate(zip(pads, lengths, strict=True))
+            ]
+        )
+        for x, y in zip(caches, added, strict=True)
+    ]
     counts = [length + new - pad for length, pad in zip(lengths, pads, strict=True)]
     for x in caches:
         for b, (length, pad) in enumerate(zip(lengths, pads, strict=True)):
@@ -218,10 +224,18 @@ def test_decoding(row, device, monkeypatch):
         caches = [x.reshape(-1, row["page"], *x.shape[2:]) for x in caches]
         addresses["block_table"] = torch.arange(len(caches[0]), device=device).view(3, -1).int()
     out, lse = flash_attn_with_kvcache(
-        q, *caches, *(added if new else (None, None)), cache_seqlens=torch.tensor(lengths, device=device).int(),
-        num_splits=row["num_splits"], return_softmax_lse=True, learnable_sink=sink, key_ranges=ranges,
-        **options, **same, **addresses,
-    )  # fmt: skip
+        q,
+        *caches,
+        *(added if new else (None, None)),
+        cache_seqlens=torch.tensor(lengths, device=device).int(),
+        num_splits=row["num_splits"],
+        return_softmax_lse=True,
+        learnable_sink=sink,
+        key_ranges=ranges,
+        **options,
+        **same,
+        **addresses,
+    )
 
     starts = [sum(counts[:b]) for b in range(3)]
     keys = [slice(a, a + n) for a, n in zip(starts, counts, strict=True)]
@@ -229,11 +243,16 @@ def test_decoding(row, device, monkeypatch):
 
     def expected(to):
         return oracle.featured_attention(
-            *(x.to(to) for x in (q.flatten(0, 1), *full)), rows, keys, causal=flags, window_size=row["window"],
+            *(x.to(to) for x in (q.flatten(0, 1), *full)),
+            rows,
+            keys,
+            causal=flags,
+            window_size=row["window"],
             key_ranges=ranges if ranges is None else lambda b, _: ranges[b],
-            attn_bias=bias if bias is None else lambda b, _: same["attn_bias"][b], attention_chunk=row["chunk"],
+            attn_bias=bias if bias is None else lambda b, _: same["attn_bias"][b],
+            attention_chunk=row["chunk"],
             learnable_sink=sink if sink is None else sink.to(to),
-        )  # fmt: skip
+        )
 
     exact, plain = expected(torch.double), expected(dtype)
     assert_error_ratio(out.flatten(0, 1), exact[0], plain[0], name="out")

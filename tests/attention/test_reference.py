@@ -450,10 +450,13 @@ print(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "causal"))
 """
 
 
-@pytest.mark.parametrize("seqlen, heads, mask, megabytes", [
-    (8192, 2, "causal", 64),  # one matrix of scores would be 256
-    pytest.param(16384, 16, "full", 256, marks=pytest.mark.slow),  # a matrix for each head: 16384
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seqlen, heads, mask, megabytes",
+    [
+        (8192, 2, "causal", 64),  # one matrix of scores would be 256
+        pytest.param(16384, 16, "full", 256, marks=pytest.mark.slow),  # a matrix for each head: 16384
+    ],
+)
 def test_memory_grows_with_the_sequence_not_with_its_square(seqlen, heads, mask, megabytes):
     arguments = [sys.executable, "-c", MEASURE, str(seqlen), str(heads), mask]
     result = subprocess.run(

@@ -558,16 +558,25 @@ ODD = {  # what callers pass -> (function, arguments), and the usual arguments t
     "tensors": (
         "varlen",
         dict(
-            dropout_p=torch.tensor(0.0), softmax_scale=torch.tensor(0.5), softcap=torch.tensor(2),
-            window_size=(torch.tensor(2), torch.tensor(-1)), max_seqlen_q=torch.tensor(5), deterministic=1,
+            dropout_p=torch.tensor(0.0),
+            softmax_scale=torch.tensor(0.5),
+            softcap=torch.tensor(2),
+            window_size=(torch.tensor(2), torch.tensor(-1)),
+            max_seqlen_q=torch.tensor(5),
+            deterministic=1,
         ),
         dict(softmax_scale=0.5, softcap=2.0, window_size=(2, -1), deterministic=True),
     ),
     "numpy": (
         "varlen",
         dict(
-            dropout_p=np.float64(0), softmax_scale=np.float32(0.5), softcap=np.array(2.0), causal=np.True_,
-            window_size=np.array([2, -1]), max_seqlen_q=np.int64(5), max_seqlen_k=np.array(7),
+            dropout_p=np.float64(0),
+            softmax_scale=np.float32(0.5),
+            softcap=np.array(2.0),
+            causal=np.True_,
+            window_size=np.array([2, -1]),
+            max_seqlen_q=np.int64(5),
+            max_seqlen_k=np.array(7),
         ),
         dict(softmax_scale=0.5, softcap=2.0, window_size=(2, -1), causal=True),
     ),
@@ -580,9 +589,11 @@ ODD = {  # what callers pass -> (function, arguments), and the usual arguments t
     "None in decoding": ("kvcache", dict(softcap=None, num_splits=None, rotary_interleaved=None), {}),
     "lengths": ("kvcache", dict(cache_seqlens=np.int64(4), num_splits=2.0), dict(cache_seqlens=4, num_splits=2)),
     "a float and a tensor": (
-        "kvcache", dict(cache_seqlens=4.0, num_splits=torch.tensor(2)), dict(cache_seqlens=4, num_splits=2)
+        "kvcache",
+        dict(cache_seqlens=4.0, num_splits=torch.tensor(2)),
+        dict(cache_seqlens=4, num_splits=2),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ODD)

@@ -801,12 +801,13 @@ ERRORS = {
     "z-loss is NaN": (dict(lse_square_scale=float("nan")), ValueError, "lse_square_scale must be finite"),
     "ignore index is None": (dict(ignore_index=None), TypeError, "ignore_index must be an integer"),
     "in place is text": (dict(inplace_backward="no"), TypeError, "inplace_backward must be a bool"),
-    "gradient in forward is text": (
-        dict(gradient_in_forward="no"), TypeError, "gradient_in_forward must be a bool"),
+    "gradient in forward is text": (dict(gradient_in_forward="no"), TypeError, "gradient_in_forward must be a bool"),
     "expanded logits": (
         dict(logits=LOGITS[:1].clone().requires_grad_().expand(3, 10), inplace_backward=True),
-        ValueError, "logits must not be expanded"),
-}  # fmt: skip
+        ValueError,
+        "logits must not be expanded",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", ERRORS)

@@ -43,9 +43,14 @@ HEADS = [
     "BertForQuestionAnswering",
 ]
 FUSED = dict(
-    use_flash_attn=True, fused_bias_fc=True, fused_mlp=True, fused_dropout_add_ln=True, hidden_act="gelu_new",
-    pad_vocab_size_multiple=8, use_xentropy=True,
-)  # fmt: skip
+    use_flash_attn=True,
+    fused_bias_fc=True,
+    fused_mlp=True,
+    fused_dropout_add_ln=True,
+    hidden_act="gelu_new",
+    pad_vocab_size_multiple=8,
+    use_xentropy=True,
+)
 VARIANTS = {
     "plain": {},
     "flash": dict(use_flash_attn=True),

@@ -60,10 +60,13 @@ def logits_of(model, ids):
         return model.eval()(ids).logits
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in OF_EACH_TYPE or "tied" in name else pytest.mark.slow)
-    for name in IN_TRANSFORMERS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in OF_EACH_TYPE or "tied" in name else pytest.mark.slow)
+        for name in IN_TRANSFORMERS
+    ],
+)
 def test_from_transformers_and_back(name, folder, tmp_path):
     path, reference = folder(name)
     with warnings.catch_warnings():
