@@ -3,7 +3,7 @@
 step: forward and backward, gradients of the input and of all parameters. flops: 6 for each parameter and token, and 3.5
 times those of the causal half of attention's forward.
 
-decode: one token for each sequence behind a cache that is full but for it. All providers replay a CUDA graph;
+decode: one token for each sequence at the end of a cache that it fills. All providers replay a CUDA graph;
 transformers has its static cache. bytes: the parameters, and the cache.
 """
 
@@ -36,17 +36,21 @@ def cases(device):
         parameters = 4 * dim**2 + (3 if name.startswith("llama") else 2) * dim * hidden
         for batch, seqlen in STEPS[device][name]:
             yield Case(
-                "block_step", f"{name} {batch}x{seqlen}", "bf16",
+                "block_step",
+                f"{name} {batch}x{seqlen}",
+                "bf16",
                 functools.partial(steps, name, batch, seqlen, device),
                 flops=batch * seqlen * (6 * parameters + 3.5 * 2 * seqlen * dim),
-            )  # fmt: skip
+            )
         for batch in BATCHES[device]:
             capacity = CAPACITY[device]
             yield Case(
-                "block_decode", f"{name} {batch}x{capacity}", "bf16",
+                "block_decode",
+                f"{name} {batch}x{capacity}",
+                "bf16",
                 functools.partial(decoders, name, batch, capacity, device),
                 bytes=2 * (parameters + 2 * batch * capacity * dim),
-            )  # fmt: skip
+            )
 
 
 def ours(name, device):
@@ -82,9 +86,14 @@ def theirs(name, device, seqlen):
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     config = transformers.LlamaConfig(
-        hidden_size=dim, num_attention_heads=heads, num_key_value_heads=heads, intermediate_size=hidden,
-        num_hidden_layers=1, max_position_embeddings=seqlen, **options,
-    )  # fmt: skip
+        hidden_size=dim,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=hidden,
+        num_hidden_layers=1,
+        max_position_embeddings=seqlen,
+        **options,
+    )
     tables = LlamaRotaryEmbedding(config).to(device)
     block = LlamaDecoderLayer(config, layer_idx=0).to(device, DTYPES["bf16"])
     return block, config, lambda x, positions: {"position_embeddings": tables(x, positions)}
@@ -94,7 +103,7 @@ def steps(name, batch, seqlen, device):
     """Forward and backward."""
     x, residual, dout = torch.randn(
         3, batch, seqlen, MODELS[device][name][0], device=device, dtype=DTYPES["bf16"]
-    ).unbind(0)  # fmt: skip
+    ).unbind(0)
     block = ours(name, device)
     other, _, arguments = theirs(name, device, seqlen)
     options = arguments(x, torch.arange(seqlen, device=device)[None])

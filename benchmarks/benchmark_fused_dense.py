@@ -74,10 +74,13 @@ def draw(shape, dtype, device, requires_grad=False):
     tensors = [
         torch.randn(size, device=device).mul(scale).to(dtype)
         for size, scale in (
-            ((rows, width), 1), ((hidden, width), width**-0.5), ((hidden,), 1), ((width, hidden), hidden**-0.5),
+            ((rows, width), 1),
+            ((hidden, width), width**-0.5),
+            ((hidden,), 1),
+            ((width, hidden), hidden**-0.5),
             ((width,), 1),
         )
-    ]  # fmt: skip
+    ]
     return [tensor.requires_grad_(requires_grad) for tensor in tensors]
 
 

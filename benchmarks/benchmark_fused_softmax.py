@@ -12,10 +12,17 @@ from benchmarks.harness import DTYPES, Case, backward_of, main
 from flash_attn.fused_softmax import scaled_masked_softmax, scaled_upper_triang_masked_softmax
 
 SHAPES = {  # batch, heads, seqlen_q, seqlen_k
-    "cuda": [(64, 32, 512, 128), (16, 16, 1024, 1024), (8, 16, 2048, 2048), (2, 16, 4096, 4096), (2, 4, 8192, 8192),
-             (1, 1, 16384, 16384), (8, 16, 2047, 2047)],
+    "cuda": [
+        (64, 32, 512, 128),
+        (16, 16, 1024, 1024),
+        (8, 16, 2048, 2048),
+        (2, 16, 4096, 4096),
+        (2, 4, 8192, 8192),
+        (1, 1, 16384, 16384),
+        (8, 16, 2047, 2047),
+    ],
     "cpu": [(1, 2, 64, 64)],
-}  # fmt: skip
+}
 SCALES = {"mask": 0.125, "causal": 0.125, "none": 1.0}  # of each kind of mask
 
 

@@ -113,9 +113,28 @@ def triton_forward(x, residual, weight, bias, is_rms_norm, stream, dropout_p):
 
     rng_state = torch.tensor([1, 2], device=x.device) if dropout_p else None
     return triton_ops.fwd(
-        x, None, residual, weight, bias, None, None, None, None, None, None, rng_state, dropout_p, EPS, 1.0, 0,
-        is_rms_norm, False, residual.dtype, x.dtype, False,
-    )  # fmt: skip
+        x,
+        None,
+        residual,
+        weight,
+        bias,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        rng_state,
+        dropout_p,
+        EPS,
+        1.0,
+        0,
+        is_rms_norm,
+        False,
+        residual.dtype,
+        x.dtype,
+        False,
+    )
 
 
 def triton_backward(inputs, is_rms_norm, stream, dropout_p):
@@ -129,10 +148,34 @@ def triton_backward(inputs, is_rms_norm, stream, dropout_p):
         _, _, h, _, _, mean, rstd = results()
         rng_state = torch.tensor([1, 2], device=x.device) if dropout_p else None
         return triton_ops.bwd(
-            dout, None, dh, h, None, mean, rstd, weight, bias, None, None, None, None, None, None, rng_state, None,
-            None, dropout_p, 1.0, 0, is_rms_norm, False, x.dtype if dropout_p or x.dtype != h.dtype else None, None,
-            h.dtype, None,
-        )  # fmt: skip
+            dout,
+            None,
+            dh,
+            h,
+            None,
+            mean,
+            rstd,
+            weight,
+            bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            rng_state,
+            None,
+            None,
+            dropout_p,
+            1.0,
+            0,
+            is_rms_norm,
+            False,
+            x.dtype if dropout_p or x.dtype != h.dtype else None,
+            None,
+            h.dtype,
+            None,
+        )
 
     return run
 

@@ -4,7 +4,7 @@ train: a step of training in bf16, forward, loss, backward and fused AdamW, with
 that a token meets, and 3.5 times those of the causal half of attention's forward. peak_mb: gradients and what the step
 needs for a while, beyond parameters and the optimizer's state.
 
-decode: one token for each sequence behind a cache that is full but for it. flash_attn replays the CUDA graph that
+decode: one token for each sequence at the end of a cache that it fills. flash_attn replays the CUDA graph that
 `generate(cg=True)` makes; transformers has its static cache, eager and compiled, and the compiled one replays a CUDA
 graph, too. bytes: the weights that a token meets, and the cache, once. peak_mb: what a step needs beyond weights and
 cache.
@@ -77,18 +77,24 @@ def cases(device):
         shape = MODELS[device][name]
         attention = 3.5 * 2 * seqlen * shape.width * shape.layers
         yield Case(
-            "train", f"{name} {batch}x{seqlen}", "bf16", functools.partial(trainers, shape, batch, seqlen, device),
+            "train",
+            f"{name} {batch}x{seqlen}",
+            "bf16",
+            functools.partial(trainers, shape, batch, seqlen, device),
             flops=batch * seqlen * (6 * shape.weights + attention),
-        )  # fmt: skip
+        )
     for name in DECODED[device]:
         shape = MODELS[device][name]
         for batch in BATCHES[device]:
             for context in CONTEXTS[device]:
                 cache = 2 * shape.layers * batch * context * shape.keys
                 yield Case(
-                    "decode", f"{name} {batch}x{context}", "bf16",
-                    functools.partial(decoders, shape, batch, context, device), bytes=2 * (shape.weights + cache),
-                )  # fmt: skip
+                    "decode",
+                    f"{name} {batch}x{context}",
+                    "bf16",
+                    functools.partial(decoders, shape, batch, context, device),
+                    bytes=2 * (shape.weights + cache),
+                )
 
 
 def configuration(shape, positions):
@@ -98,13 +104,25 @@ def configuration(shape, positions):
     tokens = dict(vocab_size=shape.vocab, bos_token_id=1, eos_token_id=2)
     if shape.heads_kv is None:
         return transformers.GPT2Config(
-            n_embd=shape.width, n_layer=shape.layers, n_head=shape.heads, n_inner=shape.hidden, n_positions=positions,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **tokens,
-        )  # fmt: skip
+            n_embd=shape.width,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            n_inner=shape.hidden,
+            n_positions=positions,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **tokens,
+        )
     return transformers.LlamaConfig(
-        hidden_size=shape.width, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads_kv, intermediate_size=shape.hidden, max_position_embeddings=positions, **tokens,
-    )  # fmt: skip
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads_kv,
+        intermediate_size=shape.hidden,
+        max_position_embeddings=positions,
+        **tokens,
+    )
 
 
 def ours(shape, positions, device):

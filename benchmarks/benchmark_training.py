@@ -36,7 +36,8 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.profilers import Profiler
 
-from benchmarks.harness import ROWS, append_csv, environment
+from benchmarks.harness import environment
+from benchmarks.rows import ROWS, append_csv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WARM_UP = 20  # optimizer steps
@@ -167,10 +168,18 @@ def _row(case, provider, found):
         return this["tokens_per_s"] / found[other]["tokens_per_s"] if other in found else None
 
     return Row(
-        case.devices, case.name, provider, this["tokens_per_s"], this["ms"], of_bare=over("bare"),
-        ratio=over("transformers"), scaling=over("apart"), loader=this["loader"], peak_mb=this["peak_mb"],
+        case.devices,
+        case.name,
+        provider,
+        this["tokens_per_s"],
+        this["ms"],
+        of_bare=over("bare"),
+        ratio=over("transformers"),
+        scaling=over("apart"),
+        loader=this["loader"],
+        peak_mb=this["peak_mb"],
         **environment(this["device"]),
-    )  # fmt: skip
+    )
 
 
 def _parse():
@@ -218,14 +227,23 @@ def _run(case, overrides, text, steps, apart):
         processes = []
         for i, run in enumerate(runs):
             common = [
-                "datamodule=text", f"datamodule.dataset_name={text}", "datamodule.num_workers=8",
-                f"trainer.devices={devices}", f"datamodule.batch_size={case.batch}",
-                f"++train.global_batch_size={case.batch * devices}", f"trainer.max_steps={WARM_UP + steps}",
-                "++trainer.limit_val_batches=0", "test_after_training=false", "logger=csv", "print_config=false",
-                "++callbacks.model_checkpoint=null", "++callbacks.model_checkpoint_progress=null",
-                f"hydra.run.dir={run}", f"+callbacks.stopwatch._target_={__spec__.name}.Stopwatch",
+                "datamodule=text",
+                f"datamodule.dataset_name={text}",
+                "datamodule.num_workers=8",
+                f"trainer.devices={devices}",
+                f"datamodule.batch_size={case.batch}",
+                f"++train.global_batch_size={case.batch * devices}",
+                f"trainer.max_steps={WARM_UP + steps}",
+                "++trainer.limit_val_batches=0",
+                "test_after_training=false",
+                "logger=csv",
+                "print_config=false",
+                "++callbacks.model_checkpoint=null",
+                "++callbacks.model_checkpoint_progress=null",
+                f"hydra.run.dir={run}",
+                f"+callbacks.stopwatch._target_={__spec__.name}.Stopwatch",
                 f"+callbacks.stopwatch.file={run}.json",
-            ]  # fmt: skip
+            ]
             environ = os.environ | {"PYTHONPATH": paths()} | ({"CUDA_VISIBLE_DEVICES": _gpu(i)} if apart else {})
             command = [sys.executable, "run.py", overrides[0], *common, *overrides[1:]]
             processes.append(subprocess.Popen(command, cwd=ROOT / "training", env=environ, stdout=sys.stderr))
@@ -296,11 +314,17 @@ class Stopwatch(L.Callback):
             self.start, self.waits.seconds = now, 0.0
         elif writes:
             seconds, steps = now - self.start, last - WARM_UP
-            self.file.write_text(json.dumps({
-                "tokens_per_s": tokens * steps / seconds, "ms": 1e3 * seconds / steps,
-                "loader": self.waits.seconds / seconds, "device": "cuda" if on_gpu else "cpu",
-                "peak_mb": torch.cuda.max_memory_allocated() / 1e6 if on_gpu else None,
-            }))  # fmt: skip
+            self.file.write_text(
+                json.dumps(
+                    {
+                        "tokens_per_s": tokens * steps / seconds,
+                        "ms": 1e3 * seconds / steps,
+                        "loader": self.waits.seconds / seconds,
+                        "device": "cuda" if on_gpu else "cpu",
+                        "peak_mb": torch.cuda.max_memory_allocated() / 1e6 if on_gpu else None,
+                    }
+                )
+            )
 
 
 class _Waits(Profiler):

@@ -80,7 +80,7 @@ def rows_of(text: str, needed: str) -> list[dict[str, str]]:
     lines = list(csv.reader(text.splitlines()))
     header = next((line for line in lines if needed in line), None)
     if header is None:
-        raise SystemExit(f"ncu has printed no table with a column {needed!r}:\n{text[-2000:]}")
+        raise SystemExit(f"ncu printed no table with a column {needed!r}:\n{text[-2000:]}")
     start = lines.index(header) + 1
     return [dict(zip(header, line, strict=True)) for line in lines[start:] if len(line) == len(header)]
 
@@ -115,7 +115,7 @@ def stalls(tree: pathlib.Path, ncu: str, family: str, case: str, kernel: str, re
     profiler = [ncu, "--clock-control", "none", "--profile-from-start", "off", "-k", f"regex:{kernel}", "-c", "1"]
     said = ask(tree, [*profiler, "--section", "SourceCounters", "-o", str(report)], family, case)
     if not report.is_file():
-        raise SystemExit(f"no kernel of {case} matches {kernel!r}; ncu has said:\n{said}")
+        raise SystemExit(f"no kernel of {case} matches {kernel!r}; ncu printed:\n{said}")
     rows = rows_of(output_of([ncu, "-i", str(report), "--page", "source", "--csv"]), "# Samples")
     reasons = [name for name in rows[0] if name.startswith("stall_") and "(" not in name] if rows else []
     samples = [int(number(row["# Samples"] or "0")) for row in rows]

@@ -8,9 +8,8 @@ and by the colour-blind.
 import pathlib
 import re
 
-from benchmarks.plot import read
+from benchmarks.rows import RESULTS, read
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch of bars)
     "flash_attn": ("this library", "#000000", "o", ""),
     "deterministic": ("this library, deterministic", "#666666", "s", "xx"),
@@ -100,8 +99,10 @@ def _attention(dim, file="flash_attn"):
 FIGURES = {  # name: (title, what is drawn)
     **{f"attention_{d}": (f"Attention, head dimension {d}, bf16", lambda d=d: _attention(d)) for d in (64, 128, 256)},
     **{
-        f"peers_{d}": (f"Attention beside FlashAttention-3, head dimension {d}, bf16",
-                       lambda d=d: _attention(d, "flash_attn_peers"))
+        f"peers_{d}": (
+            f"Attention beside FlashAttention-3, head dimension {d}, bf16",
+            lambda d=d: _attention(d, "flash_attn_peers"),
+        )
         for d in (64, 128, 256)
     },
     "decode": ("Decoding a token, bf16: batch x heads x key heads x keys x head dimension", lambda: _decode()),
@@ -110,7 +111,9 @@ FIGURES = {  # name: (title, what is drawn)
         lambda: _lines(
             "flash_attn",
             [(title, "flash_attn_memory", {"what": what}) for title, what in (("forward", "fwd"), ("both", "fwd+bwd"))],
-            re.compile(r"(?P<x>\d+) (?P<what>fwd|fwd\+bwd)"), "tokens", "peak_mb",
+            re.compile(r"(?P<x>\d+) (?P<what>fwd|fwd\+bwd)"),
+            "tokens",
+            "peak_mb",
         ),
     ),
     "norms": (
@@ -122,7 +125,9 @@ FIGURES = {  # name: (title, what is drawn)
                 for direction, op in (("forward", "fwd"), ("backward", "bwd"))
                 for name, kind in (("LayerNorm", "layer"), ("RMSNorm", "rms"))
             ],
-            NORM, "columns", "gbps",
+            NORM,
+            "columns",
+            "gbps",
         ),
     ),
     "losses": (
@@ -130,7 +135,9 @@ FIGURES = {  # name: (title, what is drawn)
         lambda: _lines(
             "xentropy",
             [(title, f"xentropy_{op}", {}) for title, op in (("forward", "fwd"), ("backward", "bwd"), ("both",) * 2)],
-            COLUMNS, "classes", "gbps",
+            COLUMNS,
+            "classes",
+            "gbps",
         ),
     ),
     "softmax": (
@@ -142,7 +149,9 @@ FIGURES = {  # name: (title, what is drawn)
                 for direction, op in (("forward", "fwd"), ("backward", "bwd"))
                 for title, kind in (("mask", "mask"), ("causal", "causal"), ("no mask", "none"))
             ],
-            re.compile(r"\d+x\d+x\d*[02468]x(?P<x>\d+)"), "columns", "gbps",
+            re.compile(r"\d+x\d+x\d*[02468]x(?P<x>\d+)"),
+            "columns",
+            "gbps",
         ),
     ),
     "rotary": (
@@ -165,7 +174,7 @@ FIGURES = {  # name: (title, what is drawn)
         "Whole models, bf16: batch x tokens",
         lambda: _bars("models", [("a step of training", "train"), ("decoding a token", "decode")], "ms"),
     ),
-}  # fmt: skip
+}
 
 
 def draw_all(folder: pathlib.Path) -> list[pathlib.Path]:

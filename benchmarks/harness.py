@@ -26,7 +26,6 @@ Without a GPU the times are wall-clock times, and the host and memory columns st
 
 import argparse
 import collections
-import csv
 import dataclasses
 import fnmatch
 import functools
@@ -38,12 +37,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from benchmarks.bars import draw
 from benchmarks.kernels import kernels_of
-from benchmarks.plot import draw
 from benchmarks.power import power_of
+from benchmarks.rows import ROWS, append_csv
 from flash_attn import __main__ as report
 
-ROWS = pathlib.Path("build/benchmarks")  # where runs write; results/ beside this file holds the committed rows
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _FLUSH_BYTES = 512 * 2**20
@@ -262,17 +261,30 @@ def _row(case, provider, times, peaks, baseline_ms, function, held_mb, device):
     ms = statistics.median(times)
     quantiles = statistics.quantiles(times, n=5)
     tflops, gbps = case.flops / ms * 1e-9 or None, case.bytes / ms * 1e-6 or None
-    shares = [(rate / peak(case.dtype), name) for rate, peak, name in
-              ((gbps, peaks.copy_gbps, "copy"), (tflops, peaks.matmul_tflops, "matmul")) if rate]  # fmt: skip
+    shares = [
+        (rate / peak(case.dtype), name)
+        for rate, peak, name in ((gbps, peaks.copy_gbps, "copy"), (tflops, peaks.matmul_tflops, "matmul"))
+        if rate
+    ]
     share, of = max(shares, default=(None, None))
     on_gpu = device == "cuda"
     return Row(
-        case.op, case.name, case.dtype, provider, ms, quantiles[0], quantiles[-1], tflops, gbps, share, of,
+        case.op,
+        case.name,
+        case.dtype,
+        provider,
+        ms,
+        quantiles[0],
+        quantiles[-1],
+        tflops,
+        gbps,
+        share,
+        of,
         ratio=baseline_ms / ms if baseline_ms else None,
         host_us=host_us(function, calls=max(1, min(20, int(200 / ms)))) if on_gpu else None,
         peak_mb=held_mb + peak_mb(function) if on_gpu else None,
         **environment(device),
-    )  # fmt: skip
+    )
 
 
 def environment(device: str) -> dict[str, str]:
@@ -397,19 +409,3 @@ def _table(rows):
 
 def _cell(value, spec):
     return "" if value is None else format(value, spec)
-
-
-def append_csv(path: pathlib.Path, rows: list[dict]) -> None:
-    """Add rows to a CSV file, with a header if it is new."""
-    if not rows:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows({name: _round(value) for name, value in row.items()} for row in rows)
-
-
-def _round(value):
-    return f"{value:.5g}" if isinstance(value, float) else value

@@ -22,7 +22,8 @@ import subprocess
 import sys
 
 from benchmarks.benchmark_training import ROOT, paths, write_python_files
-from benchmarks.harness import ROWS, append_csv, environment
+from benchmarks.harness import environment
+from benchmarks.rows import ROWS, append_csv
 
 FUSED = ("use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dropout_add_ln", "residual_in_fp32")
 PLAIN = [*(f"++model.config.{flag}=false" for flag in FUSED), "++train.loss_fn=torch", "train.compile=true"]
@@ -44,10 +45,13 @@ def main() -> None:
         text = folder / "sources.jsonl"
         write_python_files(text, TEXT_BYTES)
         overrides += [
-            "experiment=local/gpt2s", "datamodule.batch_size=32", "train.global_batch_size=32",
-            f"datamodule.dataset_name={text}", f"datamodule.tokenizer_name={_vocabulary(text, folder)}",
+            "experiment=local/gpt2s",
+            "datamodule.batch_size=32",
+            "train.global_batch_size=32",
+            f"datamodule.dataset_name={text}",
+            f"datamodule.tokenizer_name={_vocabulary(text, folder)}",
             "datamodule.num_workers=8",
-        ]  # fmt: skip
+        ]
     runs = list(itertools.product(PROVIDERS, SEEDS))
     _start(overrides, runs[0], folder, "run=prepare").wait()  # prepares the data once, before all runs start
     started = {run: _start(overrides, run, folder, "run=train", gpu=i) for i, run in enumerate(runs)}
@@ -90,10 +94,20 @@ def _start(overrides, run, folder, *more, gpu=0):
     provider, seed = run
     name = f"{provider}-{seed}"
     command = [
-        sys.executable, "run.py", *overrides, *PROVIDERS[provider], f"seed={seed}", f"hydra.run.dir={folder / name}",
-        f"++trainer.log_every_n_steps={EVERY}", "++trainer.limit_val_batches=0", "callbacks=none", "logger=csv",
-        "test_after_training=false", "print_config=false", *more,
-    ]  # fmt: skip
+        sys.executable,
+        "run.py",
+        *overrides,
+        *PROVIDERS[provider],
+        f"seed={seed}",
+        f"hydra.run.dir={folder / name}",
+        f"++trainer.log_every_n_steps={EVERY}",
+        "++trainer.limit_val_batches=0",
+        "callbacks=none",
+        "logger=csv",
+        "test_after_training=false",
+        "print_config=false",
+        *more,
+    ]
     environ = os.environ | {"PYTHONPATH": paths()}
     if _gpus():
         environ["CUDA_VISIBLE_DEVICES"] = str(gpu % _gpus())
@@ -166,8 +180,11 @@ def draw(path: pathlib.Path, rows: list[dict]) -> pathlib.Path:
         left.plot(*_smooth(losses), label=f"{provider}, seed {seed}", **style)
     left.set(title="Training loss, mean of 100 steps", xlabel="step", ylabel="nats per token")
     for seed, color in zip(SEEDS, ("#0072B2", "#56B4E9")):
-        right.plot(*_smooth(_minus(found["fused", seed], found["plain", seed])), color=color,
-                   label=f"fused - plain, seed {seed}")  # fmt: skip
+        right.plot(
+            *_smooth(_minus(found["fused", seed], found["plain", seed])),
+            color=color,
+            label=f"fused - plain, seed {seed}",
+        )
     for provider, color in (("fused", "#999999"), ("plain", "#000000")):
         apart = _minus(*(found[provider, seed] for seed in SEEDS))
         right.plot(*_smooth(apart), color=color, linestyle=":", label=f"between the seeds, {provider}")

@@ -42,7 +42,7 @@ def power_of(function: Callable[[], object], seconds: float = 2.0) -> Power:
         end = time.perf_counter()
     seen = [reading for when, *reading in readings.all if start <= when <= end]
     if not seen:
-        raise RuntimeError(f"nvidia-smi has read nothing in {end - start:.1f} s: {readings.said()}")
+        raise RuntimeError(f"nvidia-smi gave no reading in {end - start:.1f} s: {readings.said()}")
     mhz, watts = (statistics.median(column) for column in zip(*seen, strict=True))
     ms = 1e3 * (end - start) / calls
     return Power(ms, mhz, watts, watts * ms)

@@ -2,10 +2,9 @@
 
     python -m benchmarks.rerun [FAMILY ...] [--seconds 0.2]
 
-Only this library and the baseline of each benchmark run, so that nothing is compiled but them. What counts is the ratio
-to the baseline, which was measured in the same run, so another clock is no change. On another GPU than that of the rows
-differences are to be expected, and a line says so. Rows go to build/rerun/. Whole models take minutes each: name
-`models` to have them, too.
+Only this library and the baseline of each benchmark run. What counts is the ratio to the baseline, which was measured
+in the same run, so another clock is no change. On another GPU than that of the rows, differences are normal; a line
+names both GPUs. Rows go to build/rerun/. Whole models take minutes each: name `models` to have them, too.
 """
 
 import argparse
@@ -13,9 +12,8 @@ import pathlib
 import subprocess
 import sys
 
-from benchmarks.plot import read
+from benchmarks.rows import RESULTS, read
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 FOLDER = pathlib.Path("build/rerun")
 FAMILIES = ("flash_attn", "layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block")
 LIMIT = 0.05

@@ -9,10 +9,9 @@ import itertools
 import pathlib
 import re
 
-from benchmarks.plot import read
+from benchmarks.rows import RESULTS, read
 
 ROOT = pathlib.Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", ROOT / "docs/performance.md"]
 BLOCK = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 
@@ -150,10 +149,7 @@ def _training():
 def _slower():
     """The cases in which the baseline is faster by more than 2 %."""
     yield "operation", "case", "time of the baseline / ours"
-    files = (
-        "flash_attn", "flash_attn_h100", "layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block",
-        "models",
-    )  # fmt: skip
+    files = "flash_attn flash_attn_h100 layer_norm xentropy fused_softmax fused_dense rotary block models".split()
     for file in files:
         rows = _rows(file)
         for (op, case, provider), row in rows.items():

@@ -32,10 +32,23 @@ def dropout_add_ln_fwd(
 ):
     """Returns [z, x, dmask, mu, rsigma]; x is None if it is x0, dmask if dropout_p is 0."""
     z, _, x, dmask, _, mu, rsigma = _forward(
-        gen_, x0, residual, gamma, beta_, dropout_p, epsilon, rowscale=rowscale_, colscale=colscale_,
-        x0_subset=x0_subset_, out_subset=z_subset_, rowscale_const=rowscale_const, out_rows=z_numrows,
-        residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, names=("x0", "gamma", "beta_"),
-    )  # fmt: skip
+        gen_,
+        x0,
+        residual,
+        gamma,
+        beta_,
+        dropout_p,
+        epsilon,
+        rowscale=rowscale_,
+        colscale=colscale_,
+        x0_subset=x0_subset_,
+        out_subset=z_subset_,
+        rowscale_const=rowscale_const,
+        out_rows=z_numrows,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+        names=("x0", "gamma", "beta_"),
+    )
     return [z, x, dmask, mu, rsigma]
 
 
@@ -55,9 +68,20 @@ def dropout_add_ln_parallel_residual_fwd(
 ):
     """Returns [z0, z1, x, dmask0, dmask1, mu, rsigma]."""
     return _forward(
-        gen_, x0, residual, gamma0, beta0_, dropout_p, epsilon, x1=x1_, weight1=gamma1_, bias1=beta1_,
-        residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, names=("x0", "gamma0", "beta0_"),
-    )  # fmt: skip
+        gen_,
+        x0,
+        residual,
+        gamma0,
+        beta0_,
+        dropout_p,
+        epsilon,
+        x1=x1_,
+        weight1=gamma1_,
+        bias1=beta1_,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+        names=("x0", "gamma0", "beta0_"),
+    )
 
 
 def dropout_add_ln_bwd(
@@ -81,9 +105,29 @@ def dropout_add_ln_bwd(
 ):
     """Returns [dx0, dresidual, dgamma, dbeta, None, None], and [dcolscale, None] after them if there is a colscale_."""
     dx0, _, dresidual, dgamma, dbeta, _, _, dcolscale = ops.backward(
-        dz, None, dx_, x, x0_, mu, rsigma, gamma, None, colscale_, rowscale_, x0_subset_, z_subset_, dmask_, None,
-        dropout_p, rowscale_const, x0_numrows, False, has_residual, is_rms_norm, _NAMES,
-    )  # fmt: skip
+        dz,
+        None,
+        dx_,
+        x,
+        x0_,
+        mu,
+        rsigma,
+        gamma,
+        None,
+        colscale_,
+        rowscale_,
+        x0_subset_,
+        z_subset_,
+        dmask_,
+        None,
+        dropout_p,
+        rowscale_const,
+        x0_numrows,
+        False,
+        has_residual,
+        is_rms_norm,
+        _NAMES,
+    )
     return [dx0, dresidual, dgamma, dbeta, None, None, *([] if colscale_ is None else [dcolscale, None])]
 
 
@@ -105,21 +149,60 @@ def dropout_add_ln_parallel_residual_bwd(
 ):
     """Returns [dx0, dx1, dresidual, dgamma0, dbeta0, dgamma1, dbeta1, None, None, None, None]."""
     *gradients, _ = ops.backward(
-        dz0, dz1_, dx_, x, None, mu, rsigma, gamma0, gamma1_, None, None, None, None, dmask0_, dmask1_,
-        dropout_p, 1.0, 0, has_x1, has_residual, is_rms_norm, _NAMES_OF_TWO_BRANCHES,
-    )  # fmt: skip
+        dz0,
+        dz1_,
+        dx_,
+        x,
+        None,
+        mu,
+        rsigma,
+        gamma0,
+        gamma1_,
+        None,
+        None,
+        None,
+        None,
+        dmask0_,
+        dmask1_,
+        dropout_p,
+        1.0,
+        0,
+        has_x1,
+        has_residual,
+        is_rms_norm,
+        _NAMES_OF_TWO_BRANCHES,
+    )
     return [*gradients, None, None, None, None]
 
 
 # By the names of `flash_attn._ops.layer_norm.backward`.
 _NAMES = dict(
-    dout="dz", dh="dx_", h="x", x0="x0_", mean="mu", rstd="rsigma", weight="gamma", colscale="colscale_",
-    rowscale="rowscale_", x0_subset="x0_subset_", out_subset="z_subset_", mask0="dmask_", x0_rows="x0_numrows",
-)  # fmt: skip
+    dout="dz",
+    dh="dx_",
+    h="x",
+    x0="x0_",
+    mean="mu",
+    rstd="rsigma",
+    weight="gamma",
+    colscale="colscale_",
+    rowscale="rowscale_",
+    x0_subset="x0_subset_",
+    out_subset="z_subset_",
+    mask0="dmask_",
+    x0_rows="x0_numrows",
+)
 _NAMES_OF_TWO_BRANCHES = dict(
-    dout="dz0", dout1="dz1_", dh="dx_", h="x", mean="mu", rstd="rsigma", weight="gamma0", weight1="gamma1_",
-    mask0="dmask0_", mask1="dmask1_",
-)  # fmt: skip
+    dout="dz0",
+    dout1="dz1_",
+    dh="dx_",
+    h="x",
+    mean="mu",
+    rstd="rsigma",
+    weight="gamma0",
+    weight1="gamma1_",
+    mask0="dmask0_",
+    mask1="dmask1_",
+)
 
 
 def _forward(generator, x0, residual, gamma, beta, dropout_p, epsilon, **options):

@@ -24,9 +24,16 @@ FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
 def make_checkpoint(folder):
     """A Llama with random weights, as transformers writes it."""
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 

@@ -48,9 +48,17 @@ class Attention(nn.Module):
             out = flash_attn_func(q, k, v, causal=True, window_size=self.window)
         else:
             out = flash_attn_with_kvcache(
-                q, *cache, k, v, cos, sin, cache_seqlens=filled,
-                causal=True, window_size=self.window, rotary_interleaved=False,
-            )  # fmt: skip
+                q,
+                *cache,
+                k,
+                v,
+                cos,
+                sin,
+                cache_seqlens=filled,
+                causal=True,
+                window_size=self.window,
+                rotary_interleaved=False,
+            )
         return self.out(out.flatten(2))
 
 

@@ -240,9 +240,17 @@ def _check_kvcache(device):
         k_cache, v_cache = k.clone(), v.clone()
         k_cache[:, filled:], v_cache[:, filled:] = 0, 0
         out = flash_attn.flash_attn_with_kvcache(
-            q, k_cache, v_cache, k[:, filled:], v[:, filled:], cos, sin,
-            cache_seqlens=filled, causal=True, rotary_interleaved=False,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            k[:, filled:],
+            v[:, filled:],
+            cos,
+            sin,
+            cache_seqlens=filled,
+            causal=True,
+            rotary_interleaved=False,
+        )
         return out, k_cache, v_cache
 
     def formula(q, k, v, cos, sin):

@@ -18,7 +18,7 @@ def build_id(package: pathlib.Path = PACKAGE) -> str:
 
 def schema_files(package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
     """The modules that define ops, and those that list arguments of ops."""
-    return sorted([*package.glob("_ops/*.py"), *package.glob("_reference/options.py")])
+    return sorted([*package.glob("_ops/*.py"), *package.glob("_reference/attention/options.py")])
 
 
 def is_in(library: pathlib.Path) -> bool:

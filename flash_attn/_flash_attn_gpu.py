@@ -15,75 +15,232 @@ from flash_attn._ops import checks, flash_attn
 
 
 def fwd(
-    q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
-    return_softmax, generator=None, /,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    alibi_slopes,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    return_softmax,
+    generator=None,
+    /,
+):
     """Returns [out, softmax_lse, S_dmask, rng_state]."""
     _check_generator(generator)
     return _forward(
-        out, q, k, v, softmax_scale, causal, (window_left, window_right), return_softmax,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+        out,
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        return_softmax,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )
 
 
 def varlen_fwd(
-    q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes,
-    max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal, window_left, window_right, softcap,
-    return_softmax, generator=None, num_splits=0, /,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    leftpad_k,
+    block_table,
+    alibi_slopes,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    zero_tensors,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    return_softmax,
+    generator=None,
+    num_splits=0,
+    /,
+):
     """Returns [out, softmax_lse, S_dmask, rng_state]. zero_tensors changes nothing: every element is written."""
     _check_generator(generator)
     flash_attn.check_splits_of_pages(num_splits, block_table)
     return _forward(
-        out, q, k, v, softmax_scale, causal, (window_left, window_right), return_softmax,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, seqused_k=seqused_k, leftpad_k=leftpad_k,
+        out,
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        return_softmax,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
         block_table=block_table,
-    )  # fmt: skip
+    )
 
 
 def bwd(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale, causal,
-    window_left, window_right, softcap, deterministic, generator=None, rng_state=None, /,
-):  # fmt: skip
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    alibi_slopes,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    deterministic,
+    generator=None,
+    rng_state=None,
+    /,
+):
     """Returns [dq, dk, dv, softmax_d]."""
     _check_generator(generator)
     grads = _gradients(q, k, v, dq, dk, dv)
     softmax_d = flash_attn.backward(
-        dout, q, k, v, out, softmax_lse, *grads, softmax_scale, causal, (window_left, window_right), rng_state,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        *grads,
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        rng_state,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
     return [*grads, softmax_d]
 
 
 def varlen_bwd(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, zero_tensors, causal, window_left, window_right, softcap, deterministic,
-    generator=None, rng_state=None, /,
-):  # fmt: skip
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    alibi_slopes,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    zero_tensors,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    deterministic,
+    generator=None,
+    rng_state=None,
+    /,
+):
     """Returns [dq, dk, dv, softmax_d]. zero_tensors changes nothing: every element is written."""
     _check_generator(generator)
     grads = _gradients(q, k, v, dq, dk, dv)
     softmax_d = flash_attn.backward(
-        dout, q, k, v, out, softmax_lse, *grads, softmax_scale, causal, (window_left, window_right), rng_state,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        *grads,
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        rng_state,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
     return [*grads, softmax_d]
 
 
 def fwd_kvcache(
-    q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
-    alibi_slopes, out, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, num_splits, /,
-):  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    cache_seqlens,
+    rotary_cos,
+    rotary_sin,
+    cache_batch_idx,
+    cache_leftpad,
+    block_table,
+    alibi_slopes,
+    out,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    rotary_interleaved,
+    num_splits,
+    /,
+):
     """Returns [out, softmax_lse]."""
     _check_out(out, q)
     result, softmax_lse, _ = flash_attn.decode(
-        q, k_cache, v_cache, softmax_scale, causal, (window_left, window_right),
-        cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved=rotary_interleaved,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        cache_seqlens,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
+    )
     return [_into(out, result), softmax_lse]
 
 

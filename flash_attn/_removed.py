@@ -1,7 +1,7 @@
 """Errors for names that a module does not have: they say what replaced a removed name, or which names there are."""
 
 import difflib
-import dis
+import importlib.util
 import pathlib
 import pkgutil
 import re
@@ -17,24 +17,20 @@ UNPADDED = {
 
 
 def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a module. instead: names that were removed, each with the name to use now.
+    """The `__getattr__` of a module with a `__path__`. instead: names that were removed, each with the name to use now.
 
     `from module import name` gets an ImportError that says what to use, or which names there are: Python would drop the
-    text of an AttributeError there. All else gets an AttributeError, which hasattr and getattr need, and which lets
-    Python look for a submodule.
+    text of an AttributeError there. All else gets an AttributeError, which hasattr and getattr need.
+
+    The caller shows which of the two it is. Before `from` reads a name of a package, importlib asks if it is there,
+    to import it as a submodule if not. Python takes every module with a `__path__` for a package, even an empty one.
     """
 
     def __getattr__(name: str) -> object:
-        frame = sys._getframe(1)
-        imported = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
-        if f"{module}.{name}" in sys.modules:  # a submodule whose import is under way: Python finds it there next
-            raise AttributeError(f"module {module!r} has no attribute {name!r} yet")
-        if name in instead:
-            hint = f": use {instead[name]}"
-            imported = imported or frame.f_globals.get("__name__") == "importlib._bootstrap"  # of a package
-        else:
-            hint = f": {_what_there_is(module, name)}" if imported else ""
-        if imported:
+        hint = f": use {instead[name]}" if name in instead else ""
+        is_import = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+        if is_import and not name.startswith("__") and importlib.util.find_spec(f"{module}.{name}") is None:
+            hint = hint or f": {_what_there_is(module, name)}"
             raise ImportError(f"cannot import name {name!r} from {module!r}{hint}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 

@@ -3,10 +3,10 @@
 A rule of an op gives names to the dimensions of its tensors, as an einsum does: `Layout(dict(x="rows cols",
 weight="cols"), ("rows cols",), divides="rows")`. The dimensions in `divides` may be sharded, on each dimension of the
 mesh by itself. All tensors with such a dimension must be sharded along it, and those without it be replicated. So are
-the results, but for those without it, such as the gradient of the weight: they are partial sums. Dimensions that differ
+the results, except those without it, such as the gradient of the weight: they are partial sums. Dimensions that differ
 in size have names of their own; "heads+heads_k" in `divides` says that both are sharded together, in equal parts.
 
-Nothing else is redistributed, but for incoming gradients. What does not fit is refused.
+Nothing else is redistributed, except incoming gradients. What does not fit is refused.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The private names of torch that this package uses. No other file here uses one.
 
-A later torch may drop any of them. Each function tells what happens then: a slower way, or an error that says so.
+A later torch may drop any of them. Each function says what happens then: a slower way, or an error.
 """
 
 from collections.abc import Callable, Iterable, Sequence

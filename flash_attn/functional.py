@@ -197,9 +197,14 @@ def entropy(
         tensor([1., 2., 3., 4.])
     """
     mean, lse = flash_attn.mean_keys(
-        q, k, softmax_scale=softmax_scale, causal=causal, window_size=window_size, key_ranges=key_ranges,
+        q,
+        k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        key_ranges=key_ranges,
         attention_chunk=attention_chunk,
-    )  # fmt: skip
+    )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     score = scale * (q.float() * mean).sum(-1).transpose(1, 2)
     empty = lse == math.inf

@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import counts, figures, harness, kernels, plot, power, rerun, tables, trees
+from benchmarks import counts, figures, harness, kernels, plot, power, rerun, rows, tables, trees
 
 FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
 
@@ -86,8 +86,8 @@ def test_a_pattern_that_matches_nothing(monkeypatch):
 def test_the_last_row_of_the_device_with_most_counts(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("op,case,dtype,provider,ms,device\na,b,c,d,1,gpu\na,b,c,d,2,gpu\na,b,c,d,3,cpu\na,x,c,d,4,gpu\n")
-    assert [(row.case, row.ms) for row in plot.read(path)] == [("b", 2), ("x", 4)]
-    assert [(row.case, row.ms) for row in plot.read(path, "a/x/*")] == [("x", 4)]
+    assert [(row.case, row.ms) for row in rows.read(path)] == [("b", 2), ("x", 4)]
+    assert [(row.case, row.ms) for row in rows.read(path, "a/x/*")] == [("x", 4)]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_power_of_a_function(nvidia_smi, tmp_path):
 
 def test_power_that_cannot_be_read(nvidia_smi):
     nvidia_smi("echo No devices were found >&2; exit 6")
-    with pytest.raises(RuntimeError, match=r"nvidia-smi has read nothing in \d\.\d s: No devices were found"):
+    with pytest.raises(RuntimeError, match=r"nvidia-smi gave no reading in \d\.\d s: No devices were found"):
         power.power_of(lambda: time.sleep(0.01), seconds=0.2)
 
 

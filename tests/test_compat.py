@@ -407,9 +407,14 @@ def test_private_forward_and_backward_by_keyword(namespace, problem):
     """Context parallelism as in TransformerEngine: results 0, 1, 3; gradients into slices of larger buffers."""
     q, k, v, dout, slopes, (out, lse, *grads) = problem
     options = dict(
-        causal=True, softmax_scale=0.125, dropout_p=0.0, window_size_left=20, window_size_right=0,
-        alibi_slopes=slopes, softcap=0.0,
-    )  # fmt: skip
+        causal=True,
+        softmax_scale=0.125,
+        dropout_p=0.0,
+        window_size_left=20,
+        window_size_right=0,
+        alibi_slopes=slopes,
+        softcap=0.0,
+    )
     results = namespace._flash_attn_forward(q, k, v, return_softmax=False, **options)
     assert_all_equal((results[0], results[1]), (out, lse))
     rng_state = results[3]
@@ -426,9 +431,14 @@ def test_private_backward_drops_what_the_forward_dropped(device):
     case = Case(seqlen_q=33, seqlen_k=65, dropout_p=0.3)
     q, k, v, dout = case.tensors(device)
     options = dict(
-        causal=False, softmax_scale=0.125, dropout_p=0.3, window_size_left=-1, window_size_right=-1,
-        alibi_slopes=None, softcap=0.0,
-    )  # fmt: skip
+        causal=False,
+        softmax_scale=0.125,
+        dropout_p=0.3,
+        window_size_left=-1,
+        window_size_right=-1,
+        alibi_slopes=None,
+        softcap=0.0,
+    )
     out, lse, s_dmask, rng_state = interface._flash_attn_forward(q, k, v, return_softmax=True, **options)
     grads = [torch.empty_like(x) for x in (q, k, v)]
     interface._flash_attn_backward(dout, q, k, v, out, lse, *grads, deterministic=False, rng_state=rng_state, **options)
@@ -535,10 +545,17 @@ def test_transformers_calls(device):
     torch.testing.assert_close(ragged.view_as(dense), dense)
     caches = [x.reshape(10, 8, 2, 64).contiguous() for x in (k, v)]
     paged = flash_attn.flash_attn_with_kvcache(
-        q[:, -1:], *caches, k[:, -1:], v[:, -1:], causal=True, softmax_scale=0.125, window_size=(15, 15), softcap=30.0,
+        q[:, -1:],
+        *caches,
+        k[:, -1:],
+        v[:, -1:],
+        causal=True,
+        softmax_scale=0.125,
+        window_size=(15, 15),
+        softcap=30.0,
         block_table=torch.arange(10, dtype=torch.int32, device=device).reshape(2, 5),
         cache_seqlens=torch.tensor([39, 39], dtype=torch.int32, device=device),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(paged, dense[:, -1:], rtol=2**-7, atol=2**-8)
 
 
@@ -549,18 +566,30 @@ def test_transformers_generates_from_a_padded_batch(device):
     if not transformers.utils.is_flash_attn_2_available():
         pytest.skip("transformers does not find this package: it is not installed")
     config = transformers.LlamaConfig(
-        vocab_size=101, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=101,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = transformers.LlamaForCausalLM(config).to(device).eval()
     prompts = torch.randint(1, 101, (3, 17), device=device)
     padding = [0, 5, 16]  # on the left
     mask = torch.arange(17, device=device) >= torch.tensor(padding, device=device)[:, None]
     model.to(torch.bfloat16).set_attn_implementation("flash_attention_2")
     found = model.generate(
-        prompts * mask, attention_mask=mask.long(), max_new_tokens=12, do_sample=False, output_logits=True,
+        prompts * mask,
+        attention_mask=mask.long(),
+        max_new_tokens=12,
+        do_sample=False,
+        output_logits=True,
         return_dict_in_generate=True,
-    )  # fmt: skip
+    )
 
     def logits(dtype):
         """The logits of each sequence by itself, in one pass."""

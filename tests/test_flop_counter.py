@@ -54,9 +54,11 @@ def ints(*values):
 
 
 SHAPES = {
-    "equal": dict(seqlen_k=5, heads_k=4), "grouped": dict(), "other values": dict(head_dim_v=16),
+    "equal": dict(seqlen_k=5, heads_k=4),
+    "grouped": dict(),
+    "other values": dict(head_dim_v=16),
     "large": dict(head_dim=520, head_dim_v=264),
-}  # fmt: skip
+}
 OPTIONS = {  # which change no number
     "none": lambda: {},
     "causal": lambda: dict(causal=True),

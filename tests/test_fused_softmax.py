@@ -333,7 +333,7 @@ def test_scales_that_are_odd_but_legal():
         assert torch.equal(scaled_masked_softmax(x, MASK, odd), scaled_masked_softmax(x, MASK, 0.5))
         backward = fused_softmax_lib.scaled_masked_softmax_backward
         assert torch.equal(backward(dy, x, odd), backward(dy, x, 0.5))
-    with pytest.raises(ValueError, match="scale must not require grad, as it gets none"):
+    with pytest.raises(ValueError, match="scale must not require grad, since no gradient is computed for it"):
         scaled_masked_softmax(x, MASK, torch.tensor(0.5, requires_grad=True))
 
 

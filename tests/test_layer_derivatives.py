@@ -175,26 +175,45 @@ ROWS = {
     "norm, zero-centred": norm(layer_norm_fn, ["x0", "weight", "bias"], wants=0, zero_centered_weight=True, **LN),
     "norm of a sum": norm(
         lambda x, weight, bias, residual: layer_norm_fn(x, weight, bias, residual, prenorm=True, **LN),
-        ["x0", "weight", "bias", "residual"], wants=slice(None), exact=LN,
+        ["x0", "weight", "bias", "residual"],
+        wants=slice(None),
+        exact=LN,
     ),
     "two norms of a sum": norm(
         layer_norm.dropout_add_layer_norm_parallel_residual,
         ["x0", "x1", "residual", "weight", "bias", "weight1", "bias1"],
-        wants=slice(None), dropout_p=0.0, epsilon=1e-6, prenorm=True, exact=LN,
+        wants=slice(None),
+        dropout_p=0.0,
+        epsilon=1e-6,
+        prenorm=True,
+        exact=LN,
     ),
     "layerscale": norm(
         lambda x, residual, weight, colscale: layer_norm.dropout_add_layer_norm(
             x, residual, weight, None, 0.0, 1e-6, layerscale=colscale
         ),
-        ["x0", "residual", "weight", "colscale"], wants=0, exact=LN,
+        ["x0", "residual", "weight", "colscale"],
+        wants=0,
+        exact=LN,
     ),
     "dropout": (dropped, exactly_dropped, ((6, 8), (6, 8), (8,))),
     "subset": (
         subset,
         lambda x0, residual, weight, bias: tuple(
             oracle.layer_norm(
-                x0, None, residual, weight, bias, None, None, None, x0_subset=SUBSETS[0], out_subset=SUBSETS[1],
-                rowscale_const=1.5, out_rows=4, eps=1e-6,
+                x0,
+                None,
+                residual,
+                weight,
+                bias,
+                None,
+                None,
+                None,
+                x0_subset=SUBSETS[0],
+                out_subset=SUBSETS[1],
+                rowscale_const=1.5,
+                out_rows=4,
+                eps=1e-6,
             )
         ),
         ((3, 8), (6, 8), (8,), (8,)),
@@ -255,7 +274,7 @@ ROWS = {
         lambda x: oracle.masked_softmax(x, 0.7, torch.ones(5, 5, dtype=torch.bool, device=x.device).triu(1)),
         ((2, 5, 5),),
     ),
-}  # fmt: skip
+}
 TWICE = [name for name in ROWS if name != "cross entropy in one pass, in place"]
 
 

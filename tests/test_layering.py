@@ -5,6 +5,7 @@ C++:     ptx <- tile <- families <- binding;   common <- all but ptx
 """
 
 import ast
+import graphlib
 import pathlib
 import re
 import sys
@@ -216,7 +217,9 @@ def test_the_reference_registers_nothing():
         if "torch.library" in path.read_text():
             yield "torch.library"
 
-    check((ROOT / "flash_attn/_reference").glob("*.py"), wrong, "Register ops in flash_attn/_ops with _library.define.")
+    check(
+        (ROOT / "flash_attn/_reference").rglob("*.py"), wrong, "Register ops in flash_attn/_ops with _library.define."
+    )
 
 
 def test_modules_beside_the_package_are_thin():
@@ -228,6 +231,24 @@ def test_modules_beside_the_package_are_thin():
                 yield f"imports {name}"
 
     check(compat_files(), wrong, "Put the work into flash_attn/_ops and call it from there.")
+
+
+@pytest.mark.parametrize("folder", ["flash_attn", "benchmarks"])
+def test_modules_import_without_a_circle(folder):
+    """Also not by imports within functions. A module may import the package that it is in."""
+    paths = (ROOT / folder).rglob("*.py")
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    known = {
+        name: {each for each in _modules(path) if each in files and not f"{name}.".startswith(f"{each}.")}
+        for name, path in files.items()
+    }
+    assert list(graphlib.TopologicalSorter(known).static_order())  # a circle is a CycleError that shows it
+
+
+def _modules(path):
+    """What a file imports, and the modules that these names may be in."""
+    for name in imports(path):
+        yield from (name, name.rpartition(".")[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,6 +310,16 @@ def test_includes_exist():
     check(sources(), wrong, "Write project headers from csrc/ on.")
 
 
+def test_files_that_comments_name_exist():
+    """Of Python and of the pages; headers are found by `test_includes_exist`."""
+
+    def wrong(path):
+        names = re.findall(r"\b(?:flash_attn|tests|benchmarks|docs)/[\w/]+\.(?:py|md)\b", path.read_text())
+        yield from (f"names {name}" for name in names if not (ROOT / name).exists())
+
+    check(sources(), wrong, "Name the file that took its place.")
+
+
 def test_only_binding_sees_torch_and_only_its_stable_headers():
     def wrong(path):
         for header in includes(path, "<"):
@@ -346,6 +377,9 @@ def binding_of(family):
     return [path for path in [folder / f"{family}.cpp", *(folder / family).glob("*.cpp")] if path.exists()]
 
 
+REFERENCE_OF_ATTENTION = "flash_attn/_reference/attention/blockwise.py"  # the only reference of several modules
+
+
 def test_one_stem_leads_through_a_family():
     """A family with kernels has its binding, ops, reference and benchmark under its own name."""
     families = sorted({folder_of(path) for path in sources()} & set(FAMILIES))
@@ -357,7 +391,7 @@ def test_one_stem_leads_through_a_family():
             f"csrc/{family}/params.h",
             f"csrc/{family}/launch.h",
             f"flash_attn/_ops/{family}.py",
-            f"flash_attn/_reference/{family}.py",
+            REFERENCE_OF_ATTENTION if family == "flash_attn" else f"flash_attn/_reference/{family}.py",
             f"benchmarks/benchmark_{family}.py",
         )
         if not (ROOT / file).exists()

@@ -176,7 +176,7 @@ def is_composite(name):
 def test_build_id_has_the_schemas_of_all_ops():
     files = _build_id.schema_files()
     for file in files:
-        importlib.import_module(f"flash_attn.{file.parent.name}.{file.stem}")
+        importlib.import_module(".".join(("flash_attn", *file.relative_to(_build_id.PACKAGE).with_suffix("").parts)))
     strings = "".join(_build_id.schema_text(file) for file in files)
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("flash_attn::")]
     names = [name for name in names if not is_composite(name)]  # which have no kernels

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flash_attn._ops import schema
-from flash_attn._reference.options import CacheOptions, Options
+from flash_attn._reference.attention.options import CacheOptions, Options
 
 in_a_source_tree = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
 

@@ -51,9 +51,7 @@ class Case(NamedTuple):
 SIZES = dict(b=4, s=5, t=6, h=4, g=2, d=8, e=16, c=12, p=9, o=1)
 CASES = {
     "attention": Case(lambda q, k, v: flash_attn_func(q, k, v, causal=True), "bshd bthd bthd", "bshd", "bh"),
-    "16 bits": Case(
-        lambda *qkv: flash_attn_func(*(x.bfloat16() for x in qkv)).float(), "bshd bthd bthd", "bshd", "bh"
-    ),
+    "16 bits": Case(lambda *qkv: flash_attn_func(*(x.bfloat16() for x in qkv)).float(), "bshd bthd bthd", "bshd", "bh"),
     "groups": Case(lambda q, k, v: flash_attn_func(q, k, v, window_size=(2, 1)), "bshd btgd btgd", "bshd", "bh"),
     "groups, sink": Case(
         lambda q, k, v, sink: flash_attn_func(q, k, v, learnable_sink=sink), "bshd btgd btge h", "bshe", "bh"
@@ -68,12 +66,8 @@ CASES = {
     "packed": Case(flash_attn_qkvpacked_func, "bs3hd", "bshd", "bh"),
     "lse": Case(lambda q, k, v: flash_attn_func(q, k, v, return_lse=True)[1], "bshd bthd bthd", "bhs", "bh"),
     "other values": Case(flash_attn_func, "bshd bthd bthe", "bshe", "bh"),
-    "sink": Case(
-        lambda q, k, v, sink: flash_attn_func(q, k, v, learnable_sink=sink), "bshd bthd bthd h", "bshd", "bh"
-    ),
-    "bias": Case(
-        lambda q, k, v, bias: flash_attn_func(q, k, v, attn_bias=bias), "bshd bthd bthd bhst", "bshd", "bh"
-    ),
+    "sink": Case(lambda q, k, v, sink: flash_attn_func(q, k, v, learnable_sink=sink), "bshd bthd bthd h", "bshd", "bh"),
+    "bias": Case(lambda q, k, v, bias: flash_attn_func(q, k, v, attn_bias=bias), "bshd bthd bthd bhst", "bshd", "bh"),
     "bias of heads": Case(
         lambda q, k, v, bias: flash_attn_func(q, k, v, attn_bias=bias), "bshd bthd bthd hst", "bshd", "bh"
     ),
@@ -109,7 +103,7 @@ CASES = {
     "mean cross entropy": Case(
         lambda x: CrossEntropyLoss(inplace_backward=False)(x, of_rows(LENGTHS, x).long()), "bc", "", "b"
     ),
-}  # fmt: skip
+}
 
 
 class Plain(torch.autograd.Function):
@@ -240,7 +234,7 @@ def check_errors(group):
         (lambda: RotaryEmbedding(8)(qkv), NotImplementedError, r"qkv must not be a DTensor.*to_local\(\)"),
         (lambda: fused_softmax.fwd(x, None, 1.0, False), NotImplementedError, r"softmax_fwd.*to_local\(\)"),
         (lambda: decode(x, x, x), NotImplementedError, r"fwd_kvcache.*to_local\(\)"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=says):
             function()
             raise AssertionError(says)

@@ -3,16 +3,36 @@
 A line with `type: ignore` must be an error, or mypy reports the comment as unused.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Measurement, Timer
 from typing_extensions import assert_type
 
+from flash_attn import flash_attn_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache
 from flash_attn.bert_padding import pad_input, unpad_input, unpad_input_for_concatenated_sequences
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
 from flash_attn.utils.benchmark import benchmark_forward, benchmark_memory
 from flash_attn.utils.library import triton_op
 from flash_attn.utils.testing import attention_ref, construct_local_mask, generate_qkv
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, asks: bool) -> None:
+    assert_type(flash_attn_func(q, k, v), Tensor)
+    assert_type(flash_attn_func(q, k, v, 0.1, None, True, window_size=(4, 0), learnable_sink=v), Tensor)
+    assert_type(flash_attn_func(q, k, v, return_attn_probs=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(flash_attn_func(q, k, v, causal=True, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flash_attn_func(q, k, v, return_lse=asks), Any)
+    assert_type(flash_attn_func(q, k, v, return_attn_probs=asks), Any)
+    assert_type(flash_attn_func(q, k, v, return_lse=True, return_max_logit=True), Any)
+    flash_attn_func(q, k)  # type: ignore[call-overload]
+    flash_attn_func(q, k, v, casual=True)  # type: ignore[call-overload]
+    flash_attn_func(q, k, v, attention_chunk=1.5)  # type: ignore[call-overload]
+    assert_type(flash_attn_varlen_qkvpacked_func(q, lengths, 5, causal=True), Tensor)
+    assert_type(flash_attn_varlen_qkvpacked_func(q, lengths, 5, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flash_attn_with_kvcache(q, k, v, cache_seqlens=5), Tensor)
+    assert_type(flash_attn_with_kvcache(q, k, v, return_softmax_lse=True), tuple[Tensor, Tensor])
 
 
 def padding(x: Tensor, mask: Tensor) -> Tensor:

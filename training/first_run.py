@@ -30,12 +30,17 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 SIZES = {
     "cpu": dict(
         overrides=[
-            "experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4", "+trainer.limit_val_batches=4",
+            "experiment=tiny/text",
+            "model.config.n_embd=128",
+            "model.config.n_layer=4",
+            "+trainer.limit_val_batches=4",
         ],
-        steps=300, checkpoint_every=100, context=128,
+        steps=300,
+        checkpoint_every=100,
+        context=128,
     ),
     "cuda": dict(overrides=["experiment=local/gpt2s"], steps=1000, checkpoint_every=200, context=1024),
-}  # fmt: skip
+}
 
 
 def main():
@@ -55,11 +60,15 @@ def main():
     heading("1. Training, which is stopped on its way")
     shutil.rmtree(checkpoints, ignore_errors=True)
     train = [
-        "run.py", *size["overrides"], "datamodule.val_ratio=0.02", f"name={args.name}",
-        "print_config=False", "test_after_training=False",
+        "run.py",
+        *size["overrides"],
+        "datamodule.val_ratio=0.02",
+        f"name={args.name}",
+        "print_config=False",
+        "test_after_training=False",
         f"trainer.max_steps={steps}",
         f"callbacks.model_checkpoint.every_n_train_steps={checkpoint_every}",
-    ]  # fmt: skip
+    ]
     stop_after_checkpoint(train, checkpoints)
 
     heading("2. Training, resumed from the last checkpoint")

@@ -26,17 +26,28 @@ log = logging.getLogger(__name__)
 FOLDER = pathlib.Path(__file__).parent
 INTEGERS = {  # keys, and the least value of each; -1 means no limit. Others may be computed from the first
     "trainer.strategy.tensor_parallel_size": 1,
-    "datamodule.batch_size": 1, "datamodule.batch_size_eval": 1, "datamodule.max_length": 1,
-    "datamodule.num_workers": 0, "datamodule.loader_workers": 0, "datamodule.val_split_seed": 0,
-    "train.global_batch_size": 1, "seed": 0, "trainer.max_steps": -1, "trainer.max_epochs": -1, "trainer.num_nodes": 1,
+    "datamodule.batch_size": 1,
+    "datamodule.batch_size_eval": 1,
+    "datamodule.max_length": 1,
+    "datamodule.num_workers": 0,
+    "datamodule.loader_workers": 0,
+    "datamodule.val_split_seed": 0,
+    "train.global_batch_size": 1,
+    "seed": 0,
+    "trainer.max_steps": -1,
+    "trainer.max_epochs": -1,
+    "trainer.num_nodes": 1,
     "trainer.log_every_n_steps": 0,
-}  # fmt: skip
+}
 OBJECTS_WITH_NUMBERS = ("train.optimizer", "train.scheduler", "trainer")
 FLAGS = ("resume", "print_config", "ignore_warnings", "test_after_training")
 NEEDED = {
-    "train": ("model", "datamodule"), "prepare": ("datamodule",), "eval": (), "generate": ("eval.ckpt",),
+    "train": ("model", "datamodule"),
+    "prepare": ("datamodule",),
+    "eval": (),
+    "generate": ("eval.ckpt",),
     "export": ("eval.ckpt", "export.folder"),
-}  # fmt: skip
+}
 NEEDED_BY_EXPERIMENT = dict.fromkeys(("model", "datamodule"), ": give experiment=..., such as experiment=tiny/text")
 PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "train.warmstart.path")
 

@@ -8,7 +8,7 @@
 
 Here (value, gate) are the two halves of x along its last dimension. So the gradient of x is one tensor.
 
-x, y, dout   of one shape and dtype (but for the halves): fp32, fp16 or bf16, any strides; y may be None
+x, y, dout   of one shape and dtype (except the halves): fp32, fp16 or bf16, any strides; y may be None
 activation   gelu_approx: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2      silu: x / (1 + exp(-x))
              relu: max(x, 0), with derivative 0 at 0                             sqrelu: max(x, 0)^2
 

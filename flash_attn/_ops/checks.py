@@ -121,10 +121,13 @@ def integer(name: str, value: object, expected: str = "an integer") -> None:
 def as_float(name: str, value: SupportsFloat) -> float:
     """Returns `value` as a float; it may be a real number, or a tensor or array without dimensions.
 
-    Raises ArgumentError for a tensor that requires grad, since it would get none.
+    Raises ArgumentError for a tensor that requires grad, since no gradient is computed for it.
     """
     if isinstance(value, _TENSOR) and value.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{name} must not require grad, as it gets none: multiply a tensor by it, or detach() it")
+        raise ArgumentError(
+            f"{name} must not require grad, since no gradient is computed for it: multiply a tensor by it, or "
+            "detach() it"
+        )
     scalar = value if type(value) is float else _scalar(value)
     real(name, scalar)
     return float(scalar)

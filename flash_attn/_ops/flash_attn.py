@@ -27,9 +27,10 @@ from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
 from flash_attn._ops import autograd, checks, flops, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
+from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import merge_parts
-from flash_attn._reference import flash_attn as reference
-from flash_attn._reference.options import CacheOptions, Options
+from flash_attn._reference import attention as reference
+from flash_attn._reference.attention.options import CacheOptions, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
@@ -46,10 +47,17 @@ exact_gradients = False  # the option of this name in every call of `forward`; f
 
 
 def forward(
-    q: Tensor, k: Tensor | None, v: Tensor | None, softmax_scale: float | None, causal: bool | Tensor,
-    window_size: tuple[int, int], return_softmax: bool = False, given: with_features.Given | None = None, /,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool | Tensor,
+    window_size: tuple[int, int],
+    return_softmax: bool = False,
+    given: FeatureArguments | None = None,
+    /,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Attention. Returns (out, softmax_lse, S_dmask, rng_state, max_logit).
 
     S_dmask and rng_state are None if neither S_dmask nor dropout is wanted; without dropout, S_dmask is empty.
@@ -71,7 +79,7 @@ def forward(
     if exact_gradients:
         options["exact_gradients"] = True
     features = None
-    if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or given.any_given()):
         features, causal = _features(given, causal, queries, keys, batch, options)
         if return_softmax:
             _check_results(given, features, options)
@@ -101,11 +109,24 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    softmax_scale: float | None, causal: bool | Tensor, window_size: tuple[int, int], /,
-    rng_state: Tensor | None = None, dlse: Tensor | None = None, given: with_features.Given | None = None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    softmax_scale: float | None,
+    causal: bool | Tensor,
+    window_size: tuple[int, int],
+    /,
+    rng_state: Tensor | None = None,
+    dlse: Tensor | None = None,
+    given: FeatureArguments | None = None,
     **options: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
     Its shape is (batch, heads, seqlen_q rounded up to a multiple of 128), or for packed tokens (heads, total_q + 128 *
@@ -123,7 +144,7 @@ def backward(
     names = "q", "k", "v"
     batch, head_dim, is_plain = _check_qkv(names, q, k, v, options, given is not None)
     features = None
-    if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or given.any_given()):
         features, causal = _features(given, causal, q, k, batch, options)
     if options.get("dropout_p") is not None:
         options["dropout_p"] = _check_dropout("dropout_p", options["dropout_p"], None)
@@ -154,11 +175,21 @@ def backward(
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, causal: bool | Tensor,
-    window_size: tuple[int, int], cache_seqlens: int | Tensor | None = None, k: Tensor | None = None,
-    v: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
-    given: with_features.Given | None = None, /, **options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    softmax_scale: float | None,
+    causal: bool | Tensor,
+    window_size: tuple[int, int],
+    cache_seqlens: int | Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    given: FeatureArguments | None = None,
+    /,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse, max_logit).
 
     max_logit is None if it is not wanted.
@@ -169,7 +200,7 @@ def decode(
     """
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
     features = None
-    if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or given.any_given()):
         features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
         features, causal = _simplified(features, causal)
     if cache_seqlens is not None:
@@ -211,9 +242,15 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
 
 
 def plain_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, is_causal: bool,
-    cache_seqlens: int | Tensor | None, block_table: Tensor | None, /,
-) -> Tensor | None:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    cache_seqlens: int | Tensor | None,
+    block_table: Tensor | None,
+    /,
+) -> Tensor | None:
     """Returns out of `decode` without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
@@ -275,16 +312,26 @@ def _is_plain_index(x, dims):
 
 
 def score_arguments(
-    q: Tensor, k: Tensor, *, softmax_scale: float | None = None, causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
-    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-) -> tuple[Options, with_features.Features]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    attention_chunk: int = 0,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> tuple[Options, with_features.Features]:
     """Check queries and keys of a dense batch, and the arguments that change their scores; return these for the ops."""
     names = "q", "k", "k"
     batch, head_dim, _ = _check_qkv(names, q, k, k, {}, features=True)
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes)
-    given = learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, False, False
+    given = FeatureArguments(learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k)
     features, causal = _features(given, causal, q, k, batch, options)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     return Options(*_checked(Options, scores, options, (names, q, batch))), features
@@ -353,9 +400,21 @@ def column_sums(q: Tensor, k: Tensor, last_rows: int | None, **options: Any) -> 
     counts = torch.ones_like(row, dtype=torch.bool) if last_rows is None else row >= end - last_rows
     bias = _bias_of_each_key(bias, lse, k.shape[1])
     *_, sums = with_features.bwd_features(
-        nothing, q, k, values, nothing, lse, counts.float().expand_as(lse), None, lse_lo, True, sink, bias, *arguments,
+        nothing,
+        q,
+        k,
+        values,
+        nothing,
+        lse,
+        counts.float().expand_as(lse),
+        None,
+        lse_lo,
+        True,
+        sink,
+        bias,
+        *arguments,
         *rest,
-    )  # fmt: skip
+    )
     return sums.sum(3).flatten(0, 1).float()
 
 
@@ -408,10 +467,10 @@ def _features(given, causal, q, k, batch, options):
     varlen, paged = options.get("cu_seqlens_q") is not None, options.get("block_table") is not None
     max_seqlen_k = options.get("max_seqlen_k") if varlen else k.shape[1]
     features = with_features.checked(given, causal, q, batch, max_seqlen_k, varlen)
-    options["seqused_k"] = given[5]
+    options["seqused_k"] = given.seqused_k
     has_length = not (varlen or paged or torch.compiler.is_compiling())  # a graph may later be called with more keys
     if features.attention_chunk and has_length and features.attention_chunk >= k.shape[1]:
-        whole = given[4] is None and given[5] is None
+        whole = given.seqused_q is None and given.seqused_k is None
         if causal is True or (whole and q.shape[1] <= k.shape[1]):  # rows before the first key are in chunk -1
             features = features._replace(attention_chunk=0)
     return _simplified(features, causal)
@@ -430,7 +489,7 @@ def _simplified(features, causal):
 
 def _check_results(given, features, options):
     """Refuse what cannot be combined with S_dmask, which the caller wants."""
-    if given[6]:
+    if given.return_lse:
         raise ArgumentError("return_lse must be False with return_attn_probs, which returns softmax_lse; found True")
     others = features._replace(learnable_sink=None).given()
     if options.get("dropout_p") and others:
@@ -779,8 +838,8 @@ def _warn_of_gradients(*tensors):
         every = "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "attn_bias"
         names = " and ".join(itertools.compress(every, wanted))
         _library.warn_once(
-            f"flash_attn: a call with a cache got {names} with requires_grad=True, but such calls have no gradient: "
-            "the result has none. Make them under torch.no_grad(), or train with flash_attn_func"
+            f"flash_attn: {names} requires grad, but a call with a cache computes no gradients. Make such calls under "
+            "torch.no_grad(), or train with flash_attn_func"
         )
 
 

@@ -7,7 +7,7 @@ every device.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch import Tensor
 from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import autograd, checks, flops, schema, sharding
-from flash_attn._reference import composite
-from flash_attn._reference import flash_attn as reference
-from flash_attn._reference.options import CacheOptions, Features, Options
+from flash_attn._reference import attention as reference
+from flash_attn._reference.attention import differentiable
+from flash_attn._reference.attention.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
@@ -26,21 +26,29 @@ MAX_HEAD_DIM = 576  # of queries and keys, and of values
 KERNEL_HEAD_DIM = 512  # the largest that kernels of attention and its gradients take, and ops without features
 DMASK_KERNEL_HEAD_DIM = 256  # the largest that kernels of S_dmask take
 
-# The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
-# return_lse and return_max_logit.
-Given = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+
+class FeatureArguments(NamedTuple):
+    """The arguments that flash-attn 2.8 does not have, as the caller gave them, unchecked."""
+
+    learnable_sink: Any = None
+    attn_bias: Any = None
+    key_ranges: Any = None
+    attention_chunk: Any = 0
+    seqused_q: Any = None
+    seqused_k: Any = None
+    return_lse: Any = False
+    return_max_logit: Any = False
+
+    def any_given(self) -> bool:
+        """Whether any of these is not its default. Every call asks, so this is fast, and torch.compile can trace it."""
+        sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = self
+        no_tensors = sink is bias is ranges is seqused_q is seqused_k is None
+        return not (no_tensors and lse is max_logit is False and type(chunk) is int and chunk == 0)
 
 
-def are_given(given: Given) -> bool:
-    """Whether any of these is not its default. Every call asks, so this is fast, and torch.compile can trace it."""
-    sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = given
-    return not (
-        sink is None and bias is None and ranges is None and seqused_q is None and seqused_k is None
-        and lse is False and max_logit is False and type(chunk) is int and chunk == 0
-    )  # fmt: skip
-
-
-def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool) -> Features:
+def checked(
+    given: FeatureArguments, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool
+) -> Features:
     """Check the arguments, except seqused_k, and return them as the ops take them.
 
     causal: only a tensor is checked here. max_seqlen_k: the number of keys of a dense batch; for packed tokens, the
@@ -169,24 +177,24 @@ def _beyond_head_dims(q, v, most):
 
 
 def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
-    """Returns what in a call the kernels cannot compute, in the words of a warning; empty if they can do it all."""
+    """Returns what in a call the kernels cannot compute, as a warning names it; empty if they can compute all."""
     _, bias, ranges, _, causal, seqused_q, _ = features
     causes = []
     if bias is not None and bias.dtype not in (q.dtype, torch.float32, torch.bool):
         causes.append(f"attn_bias of dtype {bias.dtype}")
     if bias is not None and bias.shape[-1] == 1:
-        causes.append("attn_bias of one key")
+        causes.append("attn_bias with one key")
     if ranges is not None and ranges.shape[-1] > 2:
-        causes.append("key_ranges of two intervals")
+        causes.append("key_ranges with two intervals")
     if seqused_q is not None and (features.learnable_sink is not None or options.alibi_slopes is not None):
-        causes.append("seqused_q beside " + ("alibi_slopes" if features.learnable_sink is None else "learnable_sink"))
+        causes.append("seqused_q with " + ("alibi_slopes" if features.learnable_sink is None else "learnable_sink"))
     if causal is not None and isinstance(options, CacheOptions) and options.rotary_cos is not None:
-        causes.append("causal of each entry beside rotary_cos")
+        causes.append("causal as a tensor with rotary_cos")
     return causes + _beyond_head_dims(q, v, KERNEL_HEAD_DIM)
 
 
 def beyond_dmask_kernels(q: Tensor) -> list[str]:
-    """Why the kernels cannot compute S_dmask of these queries, in the words of a warning; empty if they can."""
+    """Why the kernels cannot compute S_dmask of these queries, as a warning names it; empty if they can."""
     return _beyond_head_dims(q, q, DMASK_KERNEL_HEAD_DIM)
 
 
@@ -289,7 +297,7 @@ def composed(
         "derivative, a tangent or a transform of torch.func"
     )
     with _library.without_autocast(q):
-        return composite.attention(q, k, v, options, features)
+        return differentiable.attention(q, k, v, options, features)
 
 
 def _fwd_composite(q, k, v, sink, bias, *arguments):

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn._reference.options import CacheOptions, Features, Options
+from flash_attn._reference.attention.options import CacheOptions, Features, Options
 
 
 def attention_fwd(q: Tensor, k: Tensor | None, v: Tensor | None, *arguments: Any) -> int:

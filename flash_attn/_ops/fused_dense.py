@@ -85,9 +85,19 @@ def gated_linear(x, weight, bias, activation):
 
 
 def mlp(
-    x, weight1, bias1, weight2, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic, exchange,
+    x,
+    weight1,
+    bias1,
+    weight2,
+    bias2,
+    activation,
+    save_pre_act,
+    return_residual,
+    checkpoint_lvl,
+    heuristic,
+    exchange,
     products=None,
-):  # fmt: skip
+):
     """Check the arguments and compute act(x weight1^T + bias1) weight2^T + bias2, as `linear` does.
 
     products: the functions of another backend for 16-bit types.
@@ -235,9 +245,14 @@ class _MLP(torch.autograd.Function):
         saves_kept = level < 2 and activation != "relu"
         origin = x.new_empty(0)  # also if x is saved: compiled functions of torch 2.10 cannot return None
         ctx.save_for_backward(
-            x if saves_x else None, weight1, weight2, bias1, None if saves_x else origin, act if saves_act else None,
+            x if saves_x else None,
+            weight1,
+            weight2,
+            bias1,
+            None if saves_x else origin,
+            act if saves_act else None,
             kept if saves_kept else None,
-        )  # fmt: skip
+        )
         return (out, origin, x.view_as(x)) if return_residual else (out, origin)
 
     @staticmethod
@@ -282,9 +297,7 @@ class _MLP(torch.autograd.Function):
         return *autograd.first_or_second(first, again, dout, dresidual, *inputs, origin), None, None, None
 
 
-def _mlp_gradients(
-    dout, dresidual, x, weight1, weight2, hidden, activation, exchange, needs, products, total=None
-):  # fmt: skip
+def _mlp_gradients(dout, dresidual, x, weight1, weight2, hidden, activation, exchange, needs, products, total=None):
     """Returns the gradients of x, weight1, bias1, weight2 and bias2, None where `needs` is false.
 
     hidden: a list of the output of the activation and of `kept`, which is emptied, so that both can be freed early.

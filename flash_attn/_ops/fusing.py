@@ -1,7 +1,7 @@
 """When a kernel may stand for the call of a layer.
 
 A fused function computes with the parameters of a layer and does not call it. What others have added to the call would
-be lost without a word: hooks, adapters, parametrizations, parameters that are gathered or fetched for the call. So
+be lost silently: hooks, adapters, parametrizations, parameters that are gathered or fetched for the call. So
 every place that computes with another module's parameters asks `may_fuse` first, and calls the module if the answer is
 no. This is no slower path that the caller should hear of: the call is what was asked for. Nothing is logged.
 """

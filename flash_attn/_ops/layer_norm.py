@@ -68,9 +68,12 @@ def forward(
     dropout_p is not 0. names: what the caller calls x0, weight and bias.
     """
     checks.flags(
-        prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
-        zero_centered_weight=zero_centered_weight, return_dropout_mask=return_mask,
-    )  # fmt: skip
+        prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+        zero_centered_weight=zero_centered_weight,
+        return_dropout_mask=return_mask,
+    )
     eps, dropout_p, rowscale_const = _check_numbers(eps, dropout_p, rowscale_const)
     out_rows = checks.whole("out_numrows", out_rows)
     _check_branches(names[0], x0, x1, residual, rowscale, x0_subset, out_subset, out_rows)
@@ -87,17 +90,28 @@ def forward(
         residual = None if residual is None else residual.reshape(-1, shape[-1])
     h_dtype = _h_dtype(x0, residual, residual_in_fp32)
     changed = (
-        h_dtype != x0.dtype or dropout_p > 0
+        h_dtype != x0.dtype
+        or dropout_p > 0
         or any(x is not None for x in (residual, x1, rowscale, colscale, x0_subset))
-    )  # fmt: skip
+    )
     inputs = (x0, x1, residual, weight, bias, weight1, bias1, colscale)
     rng_state = rng.draw_state(x0.device) if dropout_p > 0 else None
     out, out1, h, mask0, mask1, mean, rstd = fwd(
-        *inputs, rowscale, x0_subset, out_subset, rng_state, dropout_p, eps, rowscale_const, out_rows,
-        bool(is_rms_norm), bool(zero_centered_weight),
-        h_dtype if changed and (prenorm or _needs_gradient(inputs)) else None, out_dtype or x0.dtype,
+        *inputs,
+        rowscale,
+        x0_subset,
+        out_subset,
+        rng_state,
+        dropout_p,
+        eps,
+        rowscale_const,
+        out_rows,
+        bool(is_rms_norm),
+        bool(zero_centered_weight),
+        h_dtype if changed and (prenorm or _needs_gradient(inputs)) else None,
+        out_dtype or x0.dtype,
         bool(return_mask),
-    )  # fmt: skip
+    )
     h = (h if changed else x0) if prenorm else None
     masked = return_mask and dropout_p > 0
     mask0, mask1 = mask0 if masked else None, mask1 if masked and x1 is not None else None
@@ -107,9 +121,29 @@ def forward(
 
 
 def backward(
-    dout, dout1, dh, h, x0, mean, rstd, weight, weight1, colscale, rowscale, x0_subset, out_subset, mask0, mask1,
-    dropout_p, rowscale_const, x0_rows, has_x1, has_residual, is_rms_norm, names,
-):  # fmt: skip
+    dout,
+    dout1,
+    dh,
+    h,
+    x0,
+    mean,
+    rstd,
+    weight,
+    weight1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    mask0,
+    mask1,
+    dropout_p,
+    rowscale_const,
+    x0_rows,
+    has_x1,
+    has_residual,
+    is_rms_norm,
+    names,
+):
     """Gradients of `forward` for two-dimensional arguments. h is the sum that was normalised, as the forward stored it.
 
     names: the caller's names for its tensors and for x0_rows.
@@ -143,24 +177,47 @@ def backward(
     ):
         if value is not None or name in ("mean", "rstd", "weight"):
             checks.tensor(names[name], value, dtypes=dtypes, shape=shape, device=dout.device)
-    for name, value, other, there in (
-        ("x0", x0, "colscale", colscale is not None),
-        ("dout1", dout1, "weight1", weight1 is not None),
-        ("mask0", mask0, "dropout_p > 0", dropout_p > 0),
-        ("out_subset", out_subset, "x0_subset", x0_subset is not None),
-    ):
-        if (value is None) == there:
-            raise ValueError(
-                f"{names[name]} must be given with {names.get(other, other)}, and only then, "
-                f"found {type(value).__name__}"
-            )
+    _check_together(names, "x0", x0, "colscale", colscale is not None)
+    _check_together(names, "dout1", dout1, "weight1", weight1 is not None)
+    _check_together(names, "mask0", mask0, "dropout_p > 0", dropout_p > 0)
+    _check_together(names, "out_subset", out_subset, "x0_subset", x0_subset is not None)
     results = bwd(
-        dout, dout1, dh, h, x0, mean, rstd, weight, weight, weight1, weight1, colscale, rowscale, x0_subset, out_subset,
-        None, mask0, mask1, dropout_p, rowscale_const, x0_rows, bool(is_rms_norm), False,
-        dout.dtype, dout.dtype if has_x1 else None, h.dtype if has_residual else None, None,
-    )  # fmt: skip
+        dout,
+        dout1,
+        dh,
+        h,
+        x0,
+        mean,
+        rstd,
+        weight,
+        weight,
+        weight1,
+        weight1,
+        colscale,
+        rowscale,
+        x0_subset,
+        out_subset,
+        None,
+        mask0,
+        mask1,
+        dropout_p,
+        rowscale_const,
+        x0_rows,
+        bool(is_rms_norm),
+        False,
+        dout.dtype,
+        dout.dtype if has_x1 else None,
+        h.dtype if has_residual else None,
+        None,
+    )
     there = (True, has_x1, has_residual, True, True, weight1 is not None, weight1 is not None, colscale is not None)
     return tuple(x if wanted else None for x, wanted in zip(results, there))
+
+
+def _check_together(names, name, value, other, is_there):
+    if (value is not None) != is_there:
+        name, other = names[name], names.get(other, other)
+        raise ValueError(f"{name} must be given with {other} and must be None without it, found {type(value).__name__}")
 
 
 def normalize_linear(
@@ -179,9 +236,13 @@ def normalize_linear(
     changed = residual is not None or h_dtype != x.dtype
     with _library.without_autocast(x):
         tensors = (
-            x, residual, norm_weight, norm_bias, linear_weight.to(dtype),
+            x,
+            residual,
+            norm_weight,
+            norm_bias,
+            linear_weight.to(dtype),
             None if linear_bias is None else linear_bias.to(dtype),
-        )  # fmt: skip
+        )
         function = _linear_in_plain_torch if autograd.is_transformed(*tensors) else _LayerNormLinear.apply
         out, *h = function(*tensors, (eps, bool(is_rms_norm), h_dtype if changed else None, dtype))
     return out, h[0] if changed else x
@@ -266,9 +327,28 @@ def _check_subsets(name, x0, residual, x0_subset, out_subset, out_rows):
 
 
 def _fwd_fake(
-    x0, x1, residual, weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset, rng_state,
-    dropout_p, eps, rowscale_const, out_rows, is_rms_norm, zero_centered_weight, h_dtype, out_dtype, return_mask,
-):  # fmt: skip
+    x0,
+    x1,
+    residual,
+    weight,
+    bias,
+    weight1,
+    bias1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    rng_state,
+    dropout_p,
+    eps,
+    rowscale_const,
+    out_rows,
+    is_rms_norm,
+    zero_centered_weight,
+    h_dtype,
+    out_dtype,
+    return_mask,
+):
     cols = x0.shape[-1]
     rows = math.prod(x0.shape[:-1]) if x0_subset is None else x0_subset.numel()
     out_shape = x0.shape if x0_subset is None else (out_rows, cols)
@@ -290,22 +370,43 @@ def _fwd_fake(
 
 
 def _bwd_fake(
-    dout, dout1, dh, h, x0, mean, rstd, weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset,
-    rng_state, mask0, mask1, dropout_p, rowscale_const, x0_rows, is_rms_norm, zero_centered_weight,
-    dx0_dtype, dx1_dtype, dresidual_dtype, out_dtype,
-):  # fmt: skip
+    dout,
+    dout1,
+    dh,
+    h,
+    x0,
+    mean,
+    rstd,
+    weight,
+    bias,
+    weight1,
+    bias1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    rng_state,
+    mask0,
+    mask1,
+    dropout_p,
+    rowscale_const,
+    x0_rows,
+    is_rms_norm,
+    zero_centered_weight,
+    dx0_dtype,
+    dx1_dtype,
+    dresidual_dtype,
+    out_dtype,
+):
     x0_shape = h.shape if x0_subset is None else (x0_rows, h.shape[-1])
     return (
         *(
             dout.new_empty(0) if dtype is None else dout.new_empty(shape, dtype=dtype)
             for shape, dtype in ((x0_shape, dx0_dtype), (h.shape, dx1_dtype), (h.shape, dresidual_dtype))
         ),
-        *(
-            dout.new_empty(0) if x is None else x.new_empty(x.shape)
-            for x in (weight, bias, weight1, bias1, colscale)
-        ),
+        *(dout.new_empty(0) if x is None else x.new_empty(x.shape) for x in (weight, bias, weight1, bias1, colscale)),
         dout.new_empty(0) if out_dtype is None else dout.new_empty(h.shape, dtype=out_dtype),
-    )  # fmt: skip
+    )
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -319,9 +420,20 @@ class _LayerNorm(torch.autograd.Function):
         out, out1, h, mask0, mask1, mean, rstd = results
         kept_h, kept_x0 = x0 if h_dtype is None else h, None if colscale is None else x0
         ctx.save_for_backward(
-            kept_h, kept_x0, mean, rstd, weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset,
+            kept_h,
+            kept_x0,
+            mean,
+            rstd,
+            weight,
+            bias,
+            weight1,
+            bias1,
+            colscale,
+            rowscale,
+            x0_subset,
+            out_subset,
             rng_state,
-        )  # fmt: skip
+        )
         ctx.options = dropout_p, rowscale_const, x0.shape[0] if x0_subset is not None else 0, is_rms_norm
         ctx.eps, ctx.zero_centered_weight = eps, zero_centered_weight
         ctx.dtypes = x0.dtype, None if x1 is None else x1.dtype, residual is not None
@@ -346,9 +458,17 @@ class _LayerNorm(torch.autograd.Function):
             x0_dtype == h.dtype and others[-1] is None and rowscale is None and colscale is None and others[0] is None
         )
         options = (
-            rowscale, *others, None, None, *ctx.options, ctx.zero_centered_weight, None if same0 else x0_dtype,
-            None if same1 else x1_dtype, h.dtype if has_residual or same0 or same1 else None, None,
-        )  # fmt: skip
+            rowscale,
+            *others,
+            None,
+            None,
+            *ctx.options,
+            ctx.zero_centered_weight,
+            None if same0 else x0_dtype,
+            None if same1 else x1_dtype,
+            h.dtype if has_residual or same0 or same1 else None,
+            None,
+        )
         dx0, dx1, dresidual, *parameters, _ = _gradients(
             (mean, rstd), options, ctx.eps, dout, dout1, dh, h, x0, weight, bias, weight1, bias1, colscale
         )
@@ -388,9 +508,28 @@ class _LayerNormLinear(torch.autograd.Function):
     def forward(ctx, x, residual, norm_weight, norm_bias, linear_weight, linear_bias, options):
         eps, is_rms_norm, h_dtype, dtype = options
         normal, _, h, _, _, mean, rstd = fwd(
-            x, None, residual, norm_weight, norm_bias, None, None, None, None, None, None, None, 0.0, eps, 1.0, 0,
-            is_rms_norm, False, h_dtype, dtype, False,
-        )  # fmt: skip
+            x,
+            None,
+            residual,
+            norm_weight,
+            norm_bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            0.0,
+            eps,
+            1.0,
+            0,
+            is_rms_norm,
+            False,
+            h_dtype,
+            dtype,
+            False,
+        )
         ctx.save_for_backward(x if h_dtype is None else h, mean, rstd, norm_weight, norm_bias, linear_weight)
         ctx.options = eps, is_rms_norm, x.dtype, residual is not None
         ctx.set_materialize_grads(False)
@@ -408,11 +547,34 @@ class _LayerNormLinear(torch.autograd.Function):
         dx, _, dresidual, dweight, dbias, _, _, _, normal = _gradients(
             (mean, rstd),
             (
-                None, None, None, None, None, None, 0.0, 1.0, 0, is_rms_norm, False, None if same else x_dtype, None,
-                h.dtype if same or has_residual else None, linear_weight.dtype if needs_weight else None,
+                None,
+                None,
+                None,
+                None,
+                None,
+                None,
+                0.0,
+                1.0,
+                0,
+                is_rms_norm,
+                False,
+                None if same else x_dtype,
+                None,
+                h.dtype if same or has_residual else None,
+                linear_weight.dtype if needs_weight else None,
             ),
-            eps, dout @ linear_weight, None, dh, h, None, norm_weight, norm_bias, None, None, None,
-        )  # fmt: skip
+            eps,
+            dout @ linear_weight,
+            None,
+            dh,
+            h,
+            None,
+            norm_weight,
+            norm_bias,
+            None,
+            None,
+            None,
+        )
         return (
             dresidual if same else dx,
             dresidual if has_residual else None,
@@ -429,9 +591,28 @@ def _linear_in_plain_torch(x, residual, norm_weight, norm_bias, linear_weight, l
     """The same as `_LayerNormLinear` in operations of torch."""
     eps, is_rms_norm, h_dtype, dtype = options
     normal, _, h, *_ = reference.fwd(
-        x, None, residual, norm_weight, norm_bias, None, None, None, None, None, None, None, 0.0, eps, 1.0, 0,
-        is_rms_norm, False, h_dtype, dtype, False,
-    )  # fmt: skip
+        x,
+        None,
+        residual,
+        norm_weight,
+        norm_bias,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        0.0,
+        eps,
+        1.0,
+        0,
+        is_rms_norm,
+        False,
+        h_dtype,
+        dtype,
+        False,
+    )
     out = functional.linear(normal, linear_weight, linear_bias)
     return (out,) if h_dtype is None else (out, h)
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_attn._errors import ArgumentError
-from flash_attn._reference.options import Features, Options
+from flash_attn._reference.attention.options import Features, Options
 from flash_attn._sharding import Layout, is_distributed
 
 __all__ = ["is_distributed"]  # besides the rules
@@ -131,11 +131,28 @@ def _rows(x):
 
 
 def layer_norm_fwd(
-    x0: Tensor, x1: Any, residual: Any, weight: Tensor, bias: Any, weight1: Any, bias1: Any, colscale: Any,
-    rowscale: Any, x0_subset: Any, out_subset: Any, rng_state: Any, dropout_p: float, eps: float, rowscale_const: float,
-    out_rows: int, is_rms_norm: bool, zero_centered_weight: bool, h_dtype: Any, out_dtype: Any,
+    x0: Tensor,
+    x1: Any,
+    residual: Any,
+    weight: Tensor,
+    bias: Any,
+    weight1: Any,
+    bias1: Any,
+    colscale: Any,
+    rowscale: Any,
+    x0_subset: Any,
+    out_subset: Any,
+    rng_state: Any,
+    dropout_p: float,
+    eps: float,
+    rowscale_const: float,
+    out_rows: int,
+    is_rms_norm: bool,
+    zero_centered_weight: bool,
+    h_dtype: Any,
+    out_dtype: Any,
     return_mask: bool,
-) -> Layout:  # fmt: skip
+) -> Layout:
     _check_norm(dropout_p, x0_subset)
     tensors, whole, statistics, divides = _layer_norm(x0, rowscale)
     results = whole, whole if weight1 is not None else None, whole if h_dtype is not None else None
@@ -143,11 +160,34 @@ def layer_norm_fwd(
 
 
 def layer_norm_bwd(
-    dout: Tensor, dout1: Any, dh: Any, h: Tensor, x0: Any, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Any,
-    weight1: Any, bias1: Any, colscale: Any, rowscale: Any, x0_subset: Any, out_subset: Any, rng_state: Any, mask0: Any,
-    mask1: Any, dropout_p: float, rowscale_const: float, x0_rows: int, is_rms_norm: bool, zero_centered_weight: bool,
-    dx0_dtype: Any, dx1_dtype: Any, dresidual_dtype: Any, out_dtype: Any,
-) -> Layout:  # fmt: skip
+    dout: Tensor,
+    dout1: Any,
+    dh: Any,
+    h: Tensor,
+    x0: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Any,
+    weight1: Any,
+    bias1: Any,
+    colscale: Any,
+    rowscale: Any,
+    x0_subset: Any,
+    out_subset: Any,
+    rng_state: Any,
+    mask0: Any,
+    mask1: Any,
+    dropout_p: float,
+    rowscale_const: float,
+    x0_rows: int,
+    is_rms_norm: bool,
+    zero_centered_weight: bool,
+    dx0_dtype: Any,
+    dx1_dtype: Any,
+    dresidual_dtype: Any,
+    out_dtype: Any,
+) -> Layout:
     _check_norm(dropout_p, x0_subset)
     tensors, whole, statistics, divides = _layer_norm(h, rowscale)
     tensors |= dict(dout=whole, dout1=whole, dh=whole, h=whole, mean=statistics, rstd=statistics)

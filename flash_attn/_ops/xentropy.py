@@ -51,9 +51,20 @@ LEAST_CLASSES_AT_ONCE, LEAST_BYTES_AT_ONCE = 8192, 120_000_000
 
 
 def cross_entropy(
-    logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
-    process_group, gradient_in_forward, reduction="none", expectation=None, num_classes=None,
-):  # fmt: skip
+    logits,
+    labels,
+    precomputed_lse,
+    label_smoothing,
+    logit_scale,
+    lse_square_scale,
+    ignore_index,
+    inplace_backward,
+    process_group,
+    gradient_in_forward,
+    reduction="none",
+    expectation=None,
+    num_classes=None,
+):
     """Check the arguments of `flash_attn.ops.triton.cross_entropy.cross_entropy_loss` and compute it.
 
     reduction: what the caller will do with the losses; it is not done here. gradient_in_forward: with None, the size of
@@ -78,9 +89,7 @@ def cross_entropy(
         logits = logits.contiguous()
     lse_serves = logit_scale == 1 and label_smoothing == 0
     known_lse = precomputed_lse.double() if precomputed_lse is not None and lse_serves else None
-    rest = (
-        labels, known_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, classes
-    )  # fmt: skip
+    rest = (labels, known_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, classes)
     group = process_group if parts > 1 else None
     check_transform(group, logits)
     if not fwd.wants_derivative((logits,)):

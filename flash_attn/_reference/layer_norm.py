@@ -13,17 +13,36 @@ Bytes 2i and 2i + 1 (i = 0 .. 7, the low byte first) belong to column 8 (column 
 import torch
 from torch.nn import functional
 
-from flash_attn._reference.dropout import philox
 from flash_attn._reference.fused_dense import sum_of_rows
+from flash_attn._reference.philox import philox
 
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF
 
 
 def fwd(
-    x0, x1, residual, weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset, rng_state,
-    dropout_p, eps, rowscale_const, out_rows, is_rms_norm, zero_centered_weight, h_dtype, out_dtype, return_mask,
-):  # fmt: skip
+    x0,
+    x1,
+    residual,
+    weight,
+    bias,
+    weight1,
+    bias1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    rng_state,
+    dropout_p,
+    eps,
+    rowscale_const,
+    out_rows,
+    is_rms_norm,
+    zero_centered_weight,
+    h_dtype,
+    out_dtype,
+    return_mask,
+):
     """Returns (out, out1, h, mask0, mask1, mean, rstd)."""
     masks = _masks(x0, x1, rng_state, dropout_p, None, None)
     h = _branch(x0, masks[0], dropout_p, rowscale)
@@ -63,10 +82,34 @@ def statistics(h, eps, is_rms_norm):
 
 
 def bwd(
-    dout, dout1, dh, h, x0, mean, rstd, weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset,
-    rng_state, mask0, mask1, dropout_p, rowscale_const, x0_rows, is_rms_norm, zero_centered_weight,
-    dx0_dtype, dx1_dtype, dresidual_dtype, out_dtype,
-):  # fmt: skip
+    dout,
+    dout1,
+    dh,
+    h,
+    x0,
+    mean,
+    rstd,
+    weight,
+    bias,
+    weight1,
+    bias1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    rng_state,
+    mask0,
+    mask1,
+    dropout_p,
+    rowscale_const,
+    x0_rows,
+    is_rms_norm,
+    zero_centered_weight,
+    dx0_dtype,
+    dx1_dtype,
+    dresidual_dtype,
+    out_dtype,
+):
     """Returns (dx0, dx1, dresidual, dweight, dbias, dweight1, dbias1, dcolscale, out)."""
     mean, rstd = (x.view(*h.shape[:-1], 1) for x in (mean, rstd))
     normal = (h.float() - (0 if is_rms_norm else mean)) * rstd

@@ -25,9 +25,17 @@ def fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ign
 
 
 def bwd(
-    dlosses, logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start,
+    dlosses,
+    logits,
+    labels,
+    lse,
+    label_smoothing,
+    logit_scale,
+    lse_square_scale,
+    ignore_index,
+    class_start,
     total_classes,
-):  # fmt: skip
+):
     """Returns dlogits."""
     kept = is_kept(labels, ignore_index, total_classes)
     dlosses, lse = (torch.where(kept, x, 0) for x in (dlosses, lse))

@@ -25,9 +25,13 @@ def _kept(rng_state, row, first, threshold, branch, BLOCK: tl.constexpr):
     vector = first // 8 + tl.arange(0, BLOCK // 8)
     zeros = tl.zeros_like(vector)
     word0, word1, word2, word3 = tl.philox(
-        seed, zeros + (low & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True),
-        zeros + ((low >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), vector, zeros + branch, 7,
-    )  # fmt: skip
+        seed,
+        zeros + (low & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True),
+        zeros + ((low >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True),
+        vector,
+        zeros + branch,
+        7,
+    )
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3)).to(tl.uint32, bitcast=True)
     halves = tl.join(words & 0xFFFF, words >> 16)
     return tl.reshape(halves, (BLOCK,)).to(tl.int32) < threshold
@@ -64,9 +68,28 @@ def _scale_of_row(rowscale, row, rowscale_const, keep_scale):
 
 @triton.jit
 def _sum_branches(
-    x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual, row, row0,
-    first, cols, threshold, keep_scale, rowscale_const, STORE_MASKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x0,
+    x1,
+    residual,
+    colscale,
+    rowscale,
+    rng_state,
+    h_out,
+    mask0,
+    mask1,
+    stride0,
+    stride1,
+    stride_residual,
+    row,
+    row0,
+    first,
+    cols,
+    threshold,
+    keep_scale,
+    rowscale_const,
+    STORE_MASKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Returns h for the columns of a row from `first` on, rounded if h is stored; 0 past the last column."""
     col = first + tl.arange(0, BLOCK)
     inside = col < cols
@@ -111,18 +134,66 @@ def _store_norm(out, y, weight, bias, row, first, cols, ZERO_CENTERED: tl.conste
 
 @triton.jit
 def _fwd_kernel(
-    x0, x1, residual, weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset, rng_state,
-    out, out1, h_out, mask0, mask1, mean_out, rstd_out, stride0, stride1, stride_residual, cols, x0_rows, out_rows,
-    threshold, keep_scale, rowscale_const, eps, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    x0,
+    x1,
+    residual,
+    weight,
+    bias,
+    weight1,
+    bias1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    rng_state,
+    out,
+    out1,
+    h_out,
+    mask0,
+    mask1,
+    mean_out,
+    rstd_out,
+    stride0,
+    stride1,
+    stride_residual,
+    cols,
+    x0_rows,
+    out_rows,
+    threshold,
+    keep_scale,
+    rowscale_const,
+    eps,
+    RMS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     row0, out_row = _row_of(x0_subset, row, x0_rows), _row_of(out_subset, row, out_rows)
     if WHOLE:
         h = _sum_branches(
-            x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual,
-            row, row0, 0, cols, threshold, keep_scale, rowscale_const, True, BLOCK,
-        )  # fmt: skip
+            x0,
+            x1,
+            residual,
+            colscale,
+            rowscale,
+            rng_state,
+            h_out,
+            mask0,
+            mask1,
+            stride0,
+            stride1,
+            stride_residual,
+            row,
+            row0,
+            0,
+            cols,
+            threshold,
+            keep_scale,
+            rowscale_const,
+            True,
+            BLOCK,
+        )
         col = tl.arange(0, BLOCK)
         inside = col < cols
         if h_out is not None:
@@ -137,9 +208,28 @@ def _fwd_kernel(
         total = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, cols, BLOCK):
             h = _sum_branches(
-                x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual,
-                row, row0, first, cols, threshold, keep_scale, rowscale_const, True, BLOCK,
-            )  # fmt: skip
+                x0,
+                x1,
+                residual,
+                colscale,
+                rowscale,
+                rng_state,
+                h_out,
+                mask0,
+                mask1,
+                stride0,
+                stride1,
+                stride_residual,
+                row,
+                row0,
+                first,
+                cols,
+                threshold,
+                keep_scale,
+                rowscale_const,
+                True,
+                BLOCK,
+            )
             if h_out is not None:
                 col = first + tl.arange(0, BLOCK)
                 tl.store(h_out + row * cols + col, h.to(h_out.dtype.element_ty), mask=col < cols)
@@ -149,17 +239,55 @@ def _fwd_kernel(
         squares = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, cols, BLOCK):
             h = _sum_branches(
-                x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual,
-                row, row0, first, cols, threshold, keep_scale, rowscale_const, False, BLOCK,
-            )  # fmt: skip
+                x0,
+                x1,
+                residual,
+                colscale,
+                rowscale,
+                rng_state,
+                h_out,
+                mask0,
+                mask1,
+                stride0,
+                stride1,
+                stride_residual,
+                row,
+                row0,
+                first,
+                cols,
+                threshold,
+                keep_scale,
+                rowscale_const,
+                False,
+                BLOCK,
+            )
             centred = tl.where(first + tl.arange(0, BLOCK) < cols, h - centre, 0.0)
             squares += centred * centred
         rstd = 1 / tl.sqrt(tl.sum(squares, 0) / cols + eps)
         for first in range(0, cols, BLOCK):
             h = _sum_branches(
-                x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual,
-                row, row0, first, cols, threshold, keep_scale, rowscale_const, False, BLOCK,
-            )  # fmt: skip
+                x0,
+                x1,
+                residual,
+                colscale,
+                rowscale,
+                rng_state,
+                h_out,
+                mask0,
+                mask1,
+                stride0,
+                stride1,
+                stride_residual,
+                row,
+                row0,
+                first,
+                cols,
+                threshold,
+                keep_scale,
+                rowscale_const,
+                False,
+                BLOCK,
+            )
             y = (h - centre) * rstd
             _store_norm(out, y, weight, bias, out_row, first, cols, ZERO_CENTERED, BLOCK)
             if weight1 is not None:
@@ -169,9 +297,28 @@ def _fwd_kernel(
 
 
 def fwd(
-    x0, x1, residual, weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset, rng_state,
-    dropout_p, eps, rowscale_const, out_rows, is_rms_norm, zero_centered_weight, h_dtype, out_dtype, return_mask,
-):  # fmt: skip
+    x0,
+    x1,
+    residual,
+    weight,
+    bias,
+    weight1,
+    bias1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    rng_state,
+    dropout_p,
+    eps,
+    rowscale_const,
+    out_rows,
+    is_rms_norm,
+    zero_centered_weight,
+    h_dtype,
+    out_dtype,
+    return_mask,
+):
     """Returns (out, out1, h, mask0, mask1, mean, rstd), as the op `layer_norm_fwd` does."""
     cols = x0.shape[-1]
     if x0_subset is None:
@@ -190,12 +337,30 @@ def fwd(
     (x0, stride0), (x1, stride1), (residual, stride_residual) = map(_as_rows, (x0, x1, residual))
     if rows and cols:
         _fwd_kernel[(rows,)](
-            x0, x1, residual,
+            x0,
+            x1,
+            residual,
             *_contiguous(weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset, rng_state),
-            out, out1, h, mask0, mask1, mean, rstd, stride0, stride1, stride_residual, cols, x0_rows, out_rows,
-            *_scales(dropout_p, rng_state, x0_subset, rowscale_const), eps, is_rms_norm, zero_centered_weight,
-            cols <= MAX_BLOCK, **_block(cols),
-        )  # fmt: skip
+            out,
+            out1,
+            h,
+            mask0,
+            mask1,
+            mean,
+            rstd,
+            stride0,
+            stride1,
+            stride_residual,
+            cols,
+            x0_rows,
+            out_rows,
+            *_scales(dropout_p, rng_state, x0_subset, rowscale_const),
+            eps,
+            is_rms_norm,
+            zero_centered_weight,
+            cols <= MAX_BLOCK,
+            **_block(cols),
+        )
     return (*(x0.new_empty(0) if x is None else x for x in (out, out1, h, mask0, mask1)), mean, rstd)
 
 
@@ -205,9 +370,22 @@ def fwd(
 
 @triton.jit
 def _normal_and_weighted(
-    h, dout, dout1, weight, weight1, stride_h, stride_dout, stride_dout1, row, out_row, col, cols, mean, rstd,
+    h,
+    dout,
+    dout1,
+    weight,
+    weight1,
+    stride_h,
+    stride_dout,
+    stride_dout1,
+    row,
+    out_row,
+    col,
+    cols,
+    mean,
+    rstd,
     ZERO_CENTERED: tl.constexpr,
-):  # fmt: skip
+):
     """Returns y, g = weight dout + weight1 dout1, dout and dout1 for columns of a row; 0 past the last column."""
     inside = col < cols
     there = inside & (out_row + tl.zeros_like(col) >= 0)
@@ -224,18 +402,46 @@ def _normal_and_weighted(
 
 @triton.jit
 def _sums_kernel(
-    h, dout, dout1, weight, weight1, out_subset, mean_in, rstd_in, sums, stride_h, stride_dout, stride_dout1, cols,
-    out_rows, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    h,
+    dout,
+    dout1,
+    weight,
+    weight1,
+    out_subset,
+    mean_in,
+    rstd_in,
+    sums,
+    stride_h,
+    stride_dout,
+    stride_dout1,
+    cols,
+    out_rows,
+    RMS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     out_row = _row_of(out_subset, row, out_rows)
     mean, rstd = 0.0 if RMS else tl.load(mean_in + row), tl.load(rstd_in + row)
     sum_g, sum_gy = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, cols, BLOCK):
         y, g, _, _ = _normal_and_weighted(
-            h, dout, dout1, weight, weight1, stride_h, stride_dout, stride_dout1, row, out_row,
-            first + tl.arange(0, BLOCK), cols, mean, rstd, ZERO_CENTERED,
-        )  # fmt: skip
+            h,
+            dout,
+            dout1,
+            weight,
+            weight1,
+            stride_h,
+            stride_dout,
+            stride_dout1,
+            row,
+            out_row,
+            first + tl.arange(0, BLOCK),
+            cols,
+            mean,
+            rstd,
+            ZERO_CENTERED,
+        )
         sum_g += g
         sum_gy += g * y
     tl.store(sums + 2 * row, tl.sum(sum_g, 0))
@@ -265,11 +471,45 @@ def _dropped(x, mask, rng_state, row, first, cols, there, threshold, branch, BLO
 
 @triton.jit
 def _bwd_kernel(
-    dout, dout1, dh, h, x0, mean_in, rstd_in, weight, bias, weight1, colscale, rowscale, x0_subset, out_subset,
-    rng_state, mask0, mask1, dx0, dx1, dresidual, out, sums, parts, stride_dout, stride_dout1, stride_dh, stride_h,
-    stride0, rows, cols, x0_rows, out_rows, threshold, keep_scale, rowscale_const, RMS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dout,
+    dout1,
+    dh,
+    h,
+    x0,
+    mean_in,
+    rstd_in,
+    weight,
+    bias,
+    weight1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    rng_state,
+    mask0,
+    mask1,
+    dx0,
+    dx1,
+    dresidual,
+    out,
+    sums,
+    parts,
+    stride_dout,
+    stride_dout1,
+    stride_dh,
+    stride_h,
+    stride0,
+    rows,
+    cols,
+    x0_rows,
+    out_rows,
+    threshold,
+    keep_scale,
+    rowscale_const,
+    RMS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     first = tl.program_id(1) * BLOCK
     col = first + tl.arange(0, BLOCK)
     inside = col < cols
@@ -282,9 +522,22 @@ def _bwd_kernel(
         row0, out_row = _row_of(x0_subset, row, x0_rows), _row_of(out_subset, row, out_rows)
         mean, rstd = 0.0 if RMS else tl.load(mean_in + row), tl.load(rstd_in + row)
         y, g, grad, grad1 = _normal_and_weighted(
-            h, dout, dout1, weight, weight1, stride_h, stride_dout, stride_dout1, row, out_row, col, cols, mean, rstd,
+            h,
+            dout,
+            dout1,
+            weight,
+            weight1,
+            stride_h,
+            stride_dout,
+            stride_dout1,
+            row,
+            out_row,
+            col,
+            cols,
+            mean,
+            rstd,
             ZERO_CENTERED,
-        )  # fmt: skip
+        )
         dweight += grad * y
         dbias += grad
         if dout1 is not None:
@@ -320,10 +573,34 @@ def _bwd_kernel(
 
 
 def bwd(
-    dout, dout1, dh, h, x0, mean, rstd, weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset,
-    rng_state, mask0, mask1, dropout_p, rowscale_const, x0_rows, is_rms_norm, zero_centered_weight,
-    dx0_dtype, dx1_dtype, dresidual_dtype, out_dtype,
-):  # fmt: skip
+    dout,
+    dout1,
+    dh,
+    h,
+    x0,
+    mean,
+    rstd,
+    weight,
+    bias,
+    weight1,
+    bias1,
+    colscale,
+    rowscale,
+    x0_subset,
+    out_subset,
+    rng_state,
+    mask0,
+    mask1,
+    dropout_p,
+    rowscale_const,
+    x0_rows,
+    is_rms_norm,
+    zero_centered_weight,
+    dx0_dtype,
+    dx1_dtype,
+    dresidual_dtype,
+    out_dtype,
+):
     """Returns (dx0, dx1, dresidual, dweight, dbias, dweight1, dbias1, dcolscale, out), as `layer_norm_bwd` does."""
     cols, rows, out_rows = h.shape[-1], _rows(h), _rows(dout)
     x0_rows = rows if x0_subset is None else x0_rows
@@ -346,16 +623,61 @@ def bwd(
     if rows and cols > MAX_BLOCK:
         sums = h.new_empty((rows, 2), dtype=torch.float32)
         _sums_kernel[(rows,)](
-            h, dout, dout1, weight, weight1, out_subset, mean, rstd, sums, stride_h, stride_dout, stride_dout1, cols,
-            out_rows, *flags, **block,
-        )  # fmt: skip
+            h,
+            dout,
+            dout1,
+            weight,
+            weight1,
+            out_subset,
+            mean,
+            rstd,
+            sums,
+            stride_h,
+            stride_dout,
+            stride_dout1,
+            cols,
+            out_rows,
+            *flags,
+            **block,
+        )
     if rows and cols:
         _bwd_kernel[(programs, triton.cdiv(cols, block["BLOCK"]))](
-            dout, dout1, dh, h, x0, mean, rstd, weight, bias, weight1, colscale, rowscale, x0_subset, out_subset,
-            rng_state, mask0, mask1, dx0, dx1, dresidual, out, sums, parts, stride_dout, stride_dout1, stride_dh,
-            stride_h, stride0, rows, cols, x0_rows, out_rows,
-            *_scales(dropout_p, (rng_state, mask0, mask1), x0_subset, rowscale_const), *flags, **block,
-        )  # fmt: skip
+            dout,
+            dout1,
+            dh,
+            h,
+            x0,
+            mean,
+            rstd,
+            weight,
+            bias,
+            weight1,
+            colscale,
+            rowscale,
+            x0_subset,
+            out_subset,
+            rng_state,
+            mask0,
+            mask1,
+            dx0,
+            dx1,
+            dresidual,
+            out,
+            sums,
+            parts,
+            stride_dout,
+            stride_dout1,
+            stride_dh,
+            stride_h,
+            stride0,
+            rows,
+            cols,
+            x0_rows,
+            out_rows,
+            *_scales(dropout_p, (rng_state, mask0, mask1), x0_subset, rowscale_const),
+            *flags,
+            **block,
+        )
     parameters = [
         None if parameter is None else parts[:, i].sum(0).to(parameter.dtype)
         for i, parameter in enumerate((weight, bias, weight1, bias1, colscale))

@@ -21,9 +21,19 @@ def fwd(x, weight, bias, activation, keep):
     act_input = torch.empty_like(out) if keep else x.new_empty(0)
     if out.numel() > 0:
         kernel_fwd[_grid(len(a), len(b))](
-            out, act_input, a, b, bias, *_sizes(a, len(b)), *a.stride(), *b.stride(),
-            ACTIVATION=activation, HAS_BIAS=bias is not None, SAVE_ACT_INPUT=keep, PRECISION=_precision(x),
-        )  # fmt: skip
+            out,
+            act_input,
+            a,
+            b,
+            bias,
+            *_sizes(a, len(b)),
+            *a.stride(),
+            *b.stride(),
+            ACTIVATION=activation,
+            HAS_BIAS=bias is not None,
+            SAVE_ACT_INPUT=keep,
+            PRECISION=_precision(x),
+        )
     return out, act_input
 
 
@@ -34,9 +44,16 @@ def dgrad(dout, weight, act_input, activation):
     dx = dout.new_empty(*dout.shape[:-1], weight.shape[1])
     if dx.numel() > 0:
         kernel_bwd[_grid(len(a), weight.shape[1])](
-            dx, act_input, a, b, *_sizes(a, weight.shape[1]), *a.stride(), *b.stride(),
-            ACTIVATION=activation, PRECISION=_precision(dout),
-        )  # fmt: skip
+            dx,
+            act_input,
+            a,
+            b,
+            *_sizes(a, weight.shape[1]),
+            *a.stride(),
+            *b.stride(),
+            ACTIVATION=activation,
+            PRECISION=_precision(dout),
+        )
     return dx
 
 
@@ -110,16 +127,47 @@ def _precision(x):
 @_tuned
 @triton.jit
 def kernel_fwd(
-    out, act_input, x, weight, bias, M, N, K, M_CLASS, x_row, x_col, weight_row, weight_col,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_ACT_INPUT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
+    out,
+    act_input,
+    x,
+    weight,
+    bias,
+    M,
+    N,
+    K,
+    M_CLASS,
+    x_row,
+    x_col,
+    weight_row,
+    weight_col,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SAVE_ACT_INPUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
     """out = act(act_input), act_input = x weight^T + bias; x (M, K), weight (N, K), out and act_input (M, N)."""
     rows, cols = _tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = _product(
-        x, weight, rows % M, cols % N, K, x_row, x_col, weight_col, weight_row, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        x,
+        weight,
+        rows % M,
+        cols % N,
+        K,
+        x_row,
+        x_col,
+        weight_col,
+        weight_row,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
         EVEN_K,
-    )  # fmt: skip
+    )
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     if HAS_BIAS:
         acc += tl.load(bias + cols, mask=cols < N, other=0).to(tl.float32)[None, :]
@@ -132,16 +180,44 @@ def kernel_fwd(
 @_tuned
 @triton.jit
 def kernel_bwd(
-    dx, act_input, dout, weight, M, N, K, M_CLASS, dout_row, dout_col, weight_row, weight_col,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
+    dx,
+    act_input,
+    dout,
+    weight,
+    M,
+    N,
+    K,
+    M_CLASS,
+    dout_row,
+    dout_col,
+    weight_row,
+    weight_col,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
     """dx = (dout weight) * act'(act_input); dout (M, K), weight (K, N), dx and act_input (M, N)."""
     rows, cols = _tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = _product(
-        dout, weight, rows % M, cols % N, K, dout_row, dout_col, weight_row, weight_col, PRECISION, BLOCK_M, BLOCK_N,
-        BLOCK_K, EVEN_K,
-    )  # fmt: skip
+        dout,
+        weight,
+        rows % M,
+        cols % N,
+        K,
+        dout_row,
+        dout_col,
+        weight_row,
+        weight_col,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_K,
+    )
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     at = rows[:, None] * N + cols[None, :]
     if ACTIVATION != "id":
@@ -188,9 +264,21 @@ def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.conste
 
 @triton.jit
 def _product(
-    a, b, rows, cols, K, a_row, a_inner, b_inner, b_col, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    rows,
+    cols,
+    K,
+    a_row,
+    a_inner,
+    b_inner,
+    b_col,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
     """Returns the product of some rows of a and columns of b; element (k, n) of b is at b + k * b_inner + n * b_col."""
     inner = tl.arange(0, BLOCK_K).to(tl.int64)
     a += rows[:, None] * a_row + inner[None, :] * a_inner

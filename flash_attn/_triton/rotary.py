@@ -43,18 +43,58 @@ def _rotate(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interle
     entries = 0 if cu_seqlens is None else len(cu_seqlens)
     grid = triton.cdiv(rows, _PAIRS // block), triton.cdiv(columns, block)
     rotary_kernel[grid](
-        x, out, cos, sin, seqlen_offsets, cu_seqlens, seqlen_offset, rows, seqlen, heads, positions, columns, entries,
-        entries.bit_length(), *x.stride(), *out.stride(), INTERLEAVED=interleaved, CONJUGATE=conjugate,
-        ROWS=_PAIRS // block, COLUMNS=block,
-    )  # fmt: skip
+        x,
+        out,
+        cos,
+        sin,
+        seqlen_offsets,
+        cu_seqlens,
+        seqlen_offset,
+        rows,
+        seqlen,
+        heads,
+        positions,
+        columns,
+        entries,
+        entries.bit_length(),
+        *x.stride(),
+        *out.stride(),
+        INTERLEAVED=interleaved,
+        CONJUGATE=conjugate,
+        ROWS=_PAIRS // block,
+        COLUMNS=block,
+    )
 
 
 @triton.jit
 def rotary_kernel(
-    x, out, cos, sin, seqlen_offsets, cu_seqlens, seqlen_offset, rows, seqlen, heads, positions, columns, entries,
-    steps, x_batch, x_token, x_head, x_channel, out_batch, out_token, out_head, out_channel,
-    INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    cos,
+    sin,
+    seqlen_offsets,
+    cu_seqlens,
+    seqlen_offset,
+    rows,
+    seqlen,
+    heads,
+    positions,
+    columns,
+    entries,
+    steps,
+    x_batch,
+    x_token,
+    x_head,
+    x_channel,
+    out_batch,
+    out_token,
+    out_head,
+    out_channel,
+    INTERLEAVED: tl.constexpr,
+    CONJUGATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     there = row < rows

@@ -14,13 +14,31 @@ def fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ign
     kept = torch.empty_like(losses, dtype=torch.bool)
     if rows > 0:
         cross_entropy_fwd_kernel[(rows,)](
-            losses, z_losses, new_lse, kept, logits, labels, lse,
-            logits.stride(0), labels.stride(0), 0 if lse is None else lse.stride(0), vocab,
-            label_smoothing, label_smoothing / max(total_classes, 1), logit_scale, lse_square_scale,
-            ignore_index, class_start, total_classes,
-            KNOWN_LSE=lse is not None, IGNORES=ignore_index is not None, SMOOTH=label_smoothing > 0 and vocab > 0,
-            Z_LOSS=lse_square_scale != 0, BLOCK=_block(vocab, 8192), num_warps=8,
-        )  # fmt: skip
+            losses,
+            z_losses,
+            new_lse,
+            kept,
+            logits,
+            labels,
+            lse,
+            logits.stride(0),
+            labels.stride(0),
+            0 if lse is None else lse.stride(0),
+            vocab,
+            label_smoothing,
+            label_smoothing / max(total_classes, 1),
+            logit_scale,
+            lse_square_scale,
+            ignore_index,
+            class_start,
+            total_classes,
+            KNOWN_LSE=lse is not None,
+            IGNORES=ignore_index is not None,
+            SMOOTH=label_smoothing > 0 and vocab > 0,
+            Z_LOSS=lse_square_scale != 0,
+            BLOCK=_block(vocab, 8192),
+            num_warps=8,
+        )
     return losses, z_losses, new_lse, kept
 
 
@@ -58,30 +76,77 @@ def redo_(dlogits, dlosses, expected, logits, *args):
 
 
 def _differentiate(
-    dlosses, logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start,
-    total_classes, dlogits, expected=None,
-):  # fmt: skip
+    dlosses,
+    logits,
+    labels,
+    lse,
+    label_smoothing,
+    logit_scale,
+    lse_square_scale,
+    ignore_index,
+    class_start,
+    total_classes,
+    dlogits,
+    expected=None,
+):
     rows, vocab = logits.shape
     block = _block(vocab, 4096)
     if logits.numel() > 0:
         cross_entropy_bwd_kernel[(rows, triton.cdiv(vocab, block))](
-            dlogits, dlosses, expected, logits, labels, lse,
-            dlogits.stride(0), dlosses.stride(0), 0 if expected is None else expected.stride(0),
-            logits.stride(0), labels.stride(0), lse.stride(0), vocab,
-            label_smoothing, label_smoothing / max(total_classes, 1), logit_scale, lse_square_scale,
-            ignore_index, class_start, total_classes,
-            IGNORES=ignore_index is not None, Z_LOSS=lse_square_scale != 0, EXPECTED=expected is not None,
-            BLOCK=block, num_warps=8,
-        )  # fmt: skip
+            dlogits,
+            dlosses,
+            expected,
+            logits,
+            labels,
+            lse,
+            dlogits.stride(0),
+            dlosses.stride(0),
+            0 if expected is None else expected.stride(0),
+            logits.stride(0),
+            labels.stride(0),
+            lse.stride(0),
+            vocab,
+            label_smoothing,
+            label_smoothing / max(total_classes, 1),
+            logit_scale,
+            lse_square_scale,
+            ignore_index,
+            class_start,
+            total_classes,
+            IGNORES=ignore_index is not None,
+            Z_LOSS=lse_square_scale != 0,
+            EXPECTED=expected is not None,
+            BLOCK=block,
+            num_warps=8,
+        )
 
 
 @triton.jit
 def cross_entropy_fwd_kernel(
-    losses, z_losses, new_lse, kept, logits, labels, known_lse,
-    logits_stride, labels_stride, known_lse_stride, vocab,
-    label_smoothing, smooth_weight, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
-    KNOWN_LSE: tl.constexpr, IGNORES: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    losses,
+    z_losses,
+    new_lse,
+    kept,
+    logits,
+    labels,
+    known_lse,
+    logits_stride,
+    labels_stride,
+    known_lse_stride,
+    vocab,
+    label_smoothing,
+    smooth_weight,
+    logit_scale,
+    lse_square_scale,
+    ignore_index,
+    class_start,
+    total_classes,
+    KNOWN_LSE: tl.constexpr,
+    IGNORES: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     label = tl.load(labels + row * labels_stride).to(tl.int64)
@@ -115,11 +180,31 @@ def cross_entropy_fwd_kernel(
 
 @triton.jit
 def cross_entropy_bwd_kernel(
-    dlogits, dlosses, expected, logits, labels, lse,
-    dlogits_stride, dlosses_stride, expected_stride, logits_stride, labels_stride, lse_stride, vocab,
-    label_smoothing, smooth_weight, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
-    IGNORES: tl.constexpr, Z_LOSS: tl.constexpr, EXPECTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dlogits,
+    dlosses,
+    expected,
+    logits,
+    labels,
+    lse,
+    dlogits_stride,
+    dlosses_stride,
+    expected_stride,
+    logits_stride,
+    labels_stride,
+    lse_stride,
+    vocab,
+    label_smoothing,
+    smooth_weight,
+    logit_scale,
+    lse_square_scale,
+    ignore_index,
+    class_start,
+    total_classes,
+    IGNORES: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    EXPECTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dloss = tl.load(dlosses + row * dlosses_stride)

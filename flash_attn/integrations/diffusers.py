@@ -63,10 +63,18 @@ def register(name: str = "fused_attention") -> str:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    window_size: tuple[int, int] = (-1, -1), return_lse: bool = False, _parallel_config: object = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    _parallel_config: object = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention as diffusers' dispatcher calls it.
 
     Arguments:
@@ -100,7 +108,7 @@ def attention(
         arguments = _arguments(attn_mask, query, key.shape[1], is_whole)
     return flash_attn_func(
         query, key, value, dropout_p, scale, is_causal, window_size, **arguments, return_lse=return_lse
-    )  # fmt: skip
+    )
 
 
 def _arguments(mask: Tensor, query: Tensor, seqlen_k: int, is_whole: bool) -> dict[str, Tensor]:

@@ -82,17 +82,36 @@ class Activated:
 
 
 def _flash_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
-    max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns (out, lse, state of the random numbers, an unused tensor, S_dmask)."""
     common: dict[str, Any] = {
-        "dropout_p": dropout_p, "softmax_scale": scale, "causal": is_causal, "softcap": 0.0,
-        "window_size_left": _bound(window_size_left), "window_size_right": _bound(window_size_right),
-        "alibi_slopes": alibi_slopes, "return_softmax": return_debug_mask,
-    }  # fmt: skip
+        "dropout_p": dropout_p,
+        "softmax_scale": scale,
+        "causal": is_causal,
+        "softcap": 0.0,
+        "window_size_left": _bound(window_size_left),
+        "window_size_right": _bound(window_size_right),
+        "alibi_slopes": alibi_slopes,
+        "return_softmax": return_debug_mask,
+    }
     if cum_seq_q is None:
         for name, given in (("seqused_k", seqused_k), ("block_table", block_table)):
             if given is not None:
@@ -104,16 +123,35 @@ def _flash_attention_forward(
         if cum_seq_k is None:
             raise ArgumentError("cum_seq_k must be given with cum_seq_q unless seqused_k is, found None")
         out, lse, s_dmask, rng_state = attention._flash_attn_varlen_forward(
-            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, **common,
-            seqused_k=seqused_k, block_table=block_table, num_splits=num_splits or 0,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            cum_seq_q,
+            cum_seq_k,
+            max_q,
+            max_k,
+            **common,
+            seqused_k=seqused_k,
+            block_table=block_table,
+            num_splits=num_splits or 0,
+        )
     return _like(query, out), lse, rng_state.view(torch.uint64), query.new_zeros((), dtype=torch.uint64), s_dmask
 
 
 def _flash_attention_forward_no_dropout_inplace(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None,
-    max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, **options: Any,
-) -> Tensor:  # fmt: skip
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    **options: Any,
+) -> Tensor:
     """Writes out and returns lse."""
     result, lse, *_ = _flash_attention_forward(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options
@@ -123,19 +161,38 @@ def _flash_attention_forward_no_dropout_inplace(
 
 
 def _flash_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-    rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv)."""
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     common: dict[str, Any] = {
-        "dropout_p": dropout_p, "softmax_scale": scale, "causal": is_causal, "softcap": 0.0,
-        "window_size_left": _bound(window_size_left), "window_size_right": _bound(window_size_right),
-        "alibi_slopes": None, "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "dropout_p": dropout_p,
+        "softmax_scale": scale,
+        "causal": is_causal,
+        "softcap": 0.0,
+        "window_size_left": _bound(window_size_left),
+        "window_size_right": _bound(window_size_right),
+        "alibi_slopes": None,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "rng_state": rng_state.view(torch.int64) if dropout_p else None,
-    }  # fmt: skip
+    }
     if cum_seq_q is None or cum_seq_k is None:
         attention._flash_attn_backward(grad_out, query, key, value, out, logsumexp, *gradients, **common)
     else:
@@ -146,9 +203,15 @@ def _flash_attention_backward(
 
 
 def _scaled_dot_product_flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
-    return_debug_mask: bool = False, *, scale: float | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
     """_flash_attention_forward for (batch, heads, seqlen, head_dim), with the results that torch's backward takes."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     max_q, max_k = q.shape[1], k.shape[1]
@@ -159,16 +222,42 @@ def _scaled_dot_product_flash_attention(
 
 
 def _scaled_dot_product_flash_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-    philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
     """Returns (dq, dk, dv), (batch, heads, seqlen, head_dim)."""
     grad_out, query, key, value, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     gradients = _flash_attention_backward(
-        grad_out, query, key, value, out, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed,
-        philox_offset, scale=scale,
-    )  # fmt: skip
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        None,
+        None,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        philox_seed,
+        philox_offset,
+        scale=scale,
+    )
     return tuple(x.transpose(1, 2) for x in gradients)
 
 

@@ -84,14 +84,30 @@ def register(name: str = "fused_attention") -> str:
 
 
 def attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: "Mask | Tensor | None",
-    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, is_causal: bool | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, sinks: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None, max_length_q: int | Tensor | None = None,
-    max_length_k: int | Tensor | None = None, cache: object = None, output_attentions: bool | None = None,
-    indices: Tensor | None = None, block_indices: Tensor | None = None, head_mask: Tensor | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: "Mask | Tensor | None",
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    cache: object = None,
+    output_attentions: bool | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    head_mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """One layer's attention, as transformers calls it. Other keyword arguments have no effect, as in its "sdpa".
 
     Arguments:
@@ -128,13 +144,13 @@ def attention(
         raise ArgumentError(
             f"cache must be None, found a {type(cache).__name__}: a paged cache needs transformers' own functions"
         )
-    for name, given, what in (
-        ("indices", indices, 'sparse attention is not computed here, use "eager" or "sdpa"'),
-        ("block_indices", block_indices, 'sparse attention is not computed here, use "eager" or "sdpa"'),
-        ("head_mask", head_mask, 'heads are not masked here, use "eager"'),
-    ):
+    for name, given in (("indices", indices), ("block_indices", block_indices)):
         if given is not None:
+            what = 'sparse attention is not computed here, use "eager" or "sdpa"'
             raise ArgumentError(f"{name} must be None, found a {type(given).__name__}: {what}")
+    if head_mask is not None:
+        what = 'heads are not masked here, use "eager"'
+        raise ArgumentError(f"head_mask must be None, found a {type(head_mask).__name__}: {what}")
     _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks)
     lengths = (query.shape[2], key.shape[2])
     if isinstance(attention_mask, Mask) and attention_mask.shape[2:] != lengths:
@@ -160,9 +176,13 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     bias, ranges = _sum(seen.attn_bias, position_bias), seen.key_ranges
     common: dict[str, Any] = {
-        "dropout_p": dropout, "softmax_scale": scaling, "causal": seen.causal, "window_size": seen.window_size,
-        "softcap": softcap or 0.0, "learnable_sink": s_aux,
-    }  # fmt: skip
+        "dropout_p": dropout,
+        "softmax_scale": scaling,
+        "causal": seen.causal,
+        "window_size": seen.window_size,
+        "softcap": softcap or 0.0,
+        "learnable_sink": s_aux,
+    }
     if documents is not None:
         if bias is None and ranges is None and sinks is None and seen.seqused_k is None:
             tokens, keys, values = (x.flatten(0, 1) for x in (q, k, v))
@@ -183,11 +203,13 @@ def _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sin
     """Check what changes the scores, under the names that the caller knows."""
     rows = query.shape[:3]
     mask = None if isinstance(attention_mask, Mask) else attention_mask
-    for name, given, last in (
-        ("attention_mask", mask, key.shape[2]), ("position_bias", position_bias, key.shape[2]), ("sinks", sinks, 1)
-    ):  # fmt: skip
-        if given is not None:
-            checks.broadcasts(name, given, (*rows, last), dtypes=BIAS_DTYPES, device=query.device)
+    options: dict[str, Any] = dict(dtypes=BIAS_DTYPES, device=query.device)
+    if mask is not None:
+        checks.broadcasts("attention_mask", mask, (*rows, key.shape[2]), **options)
+    if position_bias is not None:
+        checks.broadcasts("position_bias", position_bias, (*rows, key.shape[2]), **options)
+    if sinks is not None:
+        checks.broadcasts("sinks", sinks, (*rows, 1), **options)
     if s_aux is not None:
         checks.tensor("s_aux", s_aux, dtypes=SINK_DTYPES, shape=rows[1:2], device=query.device)
     if scaling is not None:
@@ -342,10 +364,19 @@ def _mapped(function: Callable, kind: type, value: Any) -> Any:
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: Callable | None = None, attention_mask: "Tensor | Mask | None" = None, *,
-    use_vmap: bool = False, device: torch.device | str = "cpu", config: Any = None, **_: Any,
-) -> Mask:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: "Tensor | Mask | None" = None,
+    *,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> Mask:
     """What a kind of layer sees, as transformers asks for it once in a forward pass.
 
     Arguments:
@@ -377,10 +408,17 @@ def mask(
 
     def evaluate(first: int = 0, rows: int = q_length) -> Tensor:
         return sdpa_mask(
-            batch_size=batch_size, q_length=rows, kv_length=kv_length, q_offset=q_offset + first, kv_offset=kv_offset,
-            mask_function=function, attention_mask=attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap,
+            batch_size=batch_size,
+            q_length=rows,
+            kv_length=kv_length,
+            q_offset=q_offset + first,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
             device=device,
-        )  # fmt: skip
+        )
 
     shape = (batch_size, 1, q_length, kv_length)
     pattern = _pattern(function)
@@ -483,10 +521,15 @@ def _known_functions() -> dict[Any, str]:
     from transformers import masking_utils
 
     makers: dict[str, tuple | None] = {
-        "bidirectional_mask_function": None, "causal_mask_function": None, "and_masks": (),
-        "sliding_window_overlay": (1,), "sliding_window_bidirectional_overlay": (1,), "chunked_overlay": (1, None),
-        "packed_sequence_mask_function": (None,), "remap_positions_for_packed_sequence": (None, None),
-    }  # fmt: skip
+        "bidirectional_mask_function": None,
+        "causal_mask_function": None,
+        "and_masks": (),
+        "sliding_window_overlay": (1,),
+        "sliding_window_bidirectional_overlay": (1,),
+        "chunked_overlay": (1, None),
+        "packed_sequence_mask_function": (None,),
+        "remap_positions_for_packed_sequence": (None, None),
+    }
     functions = {}
     for name, arguments in makers.items():
         if (function := getattr(masking_utils, name, None)) is not None:
@@ -495,9 +538,13 @@ def _known_functions() -> dict[Any, str]:
 
 
 def _known(
-    pattern: _Pattern, attention_mask: Tensor | None, q_offset: int | Tensor, kv_offset: int, shape: tuple[int, ...],
+    pattern: _Pattern,
+    attention_mask: Tensor | None,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    shape: tuple[int, ...],
     device: torch.device | str,
-) -> Seen | None:  # fmt: skip
+) -> Seen | None:
     """A pattern and padding as arguments of attention; None if the mask must be evaluated instead."""
     batch, _, seqlen_q, seqlen_k = shape
     left, right, chunk, ids, positions = pattern

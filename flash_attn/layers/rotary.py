@@ -335,7 +335,7 @@ class RotaryEmbedding(torch.nn.Module):
             seqlen = qkv.shape[1] if kv is None else max(qkv.shape[1], kv.shape[1])
             return self._tables(seqlen + seqlen_offset, qkv.device, qkv.dtype)
         if self._cos_cached is None:
-            raise ValueError("max_seqlen must be given with a tensor seqlen_offset until there are tables, found None")
+            raise ValueError("max_seqlen must be given with a tensor seqlen_offset until the tables exist, found None")
         return self._tables(len(self._cos_cached), qkv.device, qkv.dtype)
 
     def _tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:

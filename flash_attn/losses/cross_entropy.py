@@ -71,10 +71,19 @@ class CrossEntropyLoss(torch.nn.Module):
         Each is a float32 scalar, or (rows,) with reduction="none".
         """
         losses, z_losses, count = xentropy.cross_entropy(
-            input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
-            self.ignore_index, self.inplace_backward, self.process_group, self.gradient_in_forward, self.reduction,
+            input,
+            target,
+            precomputed_lse,
+            self.label_smoothing,
+            self.logit_scale,
+            self.lse_square_scale,
+            self.ignore_index,
+            self.inplace_backward,
+            self.process_group,
+            self.gradient_in_forward,
+            self.reduction,
             self._expectation if self.reduction != "none" else None,
-        )  # fmt: skip
+        )
         loss = self._reduced(losses, count)
         self._expectation.watch(loss)
         return (loss, self._reduced(z_losses, count)) if self.return_z_loss else loss

@@ -108,10 +108,17 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.options: dict[str, Any] = dict(
-            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, logit_scale=logit_scale,
-            lse_square_scale=lse_square_scale, process_group=process_group, return_z_loss=return_z_loss,
-            num_classes=num_classes, chunk_size=chunk_size, sequence_parallel=sequence_parallel,
-        )  # fmt: skip
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            logit_scale=logit_scale,
+            lse_square_scale=lse_square_scale,
+            process_group=process_group,
+            return_z_loss=return_z_loss,
+            num_classes=num_classes,
+            chunk_size=chunk_size,
+            sequence_parallel=sequence_parallel,
+        )
 
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, softcap: float = 0.0
@@ -171,9 +178,19 @@ def cross_entropy_of_logits(
     checks.number("softcap", softcap, softcap >= 0, "at least 0")
     logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
     losses, z_losses, count = xentropy.cross_entropy(
-        logits.flatten(0, -2), labels.flatten(), None, label_smoothing, logit_scale, lse_square_scale, ignore_index,
-        False, process_group, None, reduction, num_classes=num_classes,
-    )  # fmt: skip
+        logits.flatten(0, -2),
+        labels.flatten(),
+        None,
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        False,
+        process_group,
+        None,
+        reduction,
+        num_classes=num_classes,
+    )
     loss, z_loss = (x.sum() if reduction == "sum" else x.sum() / count for x in (losses, z_losses))
     return (loss, z_loss) if return_z_loss else loss
 

@@ -19,36 +19,35 @@ _ALIASES = {
 }
 _GATED = ("glu", "swiglu", "geglu", "geglu_tanh")
 
+# Options of generation, which older files keep in the configuration.
+_OF_GENERATION = """
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+""".split()
+
 # Fields of transformers' configurations without effect on what the model computes.
-WITHOUT_EFFECT = frozenset(
-    {
-        "architectures", "attention_softmax_in_fp32", "auto_map", "bos_token_id", "cache_implementation",
-        "chunk_size_feed_forward", "classifier_dropout", "cross_attention_hidden_size", "decoder_start_token_id",
-        "dtype", "eos_token_id", "finetuning_task", "gradient_checkpointing", "id2label", "is_decoder",
-        "keys_to_ignore_at_inference", "label2id", "max_batch_size", "max_sequence_length", "model_type",
-        "multi_query", "n_ctx", "name_or_path", "output_attentions", "output_hidden_states", "output_past",
-        "pad_token_id", "prefix", "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict",
-        "scale_attention_softmax_in_fp32", "sep_token_id", "source_config", "summary_activation",
-        "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
-        "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript",
-        "transformers_version", "use_bfloat16", "use_cache",
-        # options of generation, which older files keep here
-        "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
-        "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
-        "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
-        "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
-        "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
-    }
-)  # fmt: skip
+WITHOUT_EFFECT = frozenset(_OF_GENERATION) | frozenset(
+    """
+    architectures attention_softmax_in_fp32 auto_map bos_token_id cache_implementation chunk_size_feed_forward
+    classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id finetuning_task
+    gradient_checkpointing id2label is_decoder keys_to_ignore_at_inference label2id max_batch_size max_sequence_length
+    model_type multi_query n_ctx name_or_path output_attentions output_hidden_states output_past pad_token_id prefix
+    pretraining_tp problem_type reorder_and_upcast_attn return_dict scale_attention_softmax_in_fp32 sep_token_id
+    source_config summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers_version
+    use_bfloat16 use_cache
+    """.split()
+)
 
 # Fields that many families' files set to False or 0 although the model would be the same without them.
 OFF_IS_USUAL = frozenset(
-    {
-        "activation_dropout", "attention_bias", "attention_dropout", "attention_probs_dropout_prob", "embd_pdrop",
-        "hidden_dropout", "hidden_dropout_prob", "mlp_bias", "qk_layernorm", "resid_pdrop", "rope_interleaved",
-        "use_mrope", "use_qk_norm", "use_sliding_window",
-    }
-)  # fmt: skip
+    """
+    activation_dropout attention_bias attention_dropout attention_probs_dropout_prob embd_pdrop hidden_dropout
+    hidden_dropout_prob mlp_bias qk_layernorm resid_pdrop rope_interleaved use_mrope use_qk_norm use_sliding_window
+    """.split()
+)
 
 # Fields that would make another model, and the values for which they do not.
 ONLY: dict[str, tuple[Any, ...]] = {

@@ -4,13 +4,12 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 
-from flash_attn.models._keys import KeyMap
+from flash_attn.models._checkpoints.key_map import KeyMap
 
 # Modules with a FAMILY; looked up when a checkpoint is loaded.
-_MODULES = (
-    "gpt2", "llama", "gemma2", "olmo2", "cohere", "stablelm", "phi3", "phi", "starcoder2", "opt", "gptj", "gpt_neox",
-    "falcon", "bigcode", "btlm", "baichuan",
-)  # fmt: skip
+_MODULES = """
+    gpt2 llama gemma2 olmo2 cohere stablelm phi3 phi starcoder2 opt gptj gpt_neox falcon bigcode btlm baichuan
+""".split()
 
 
 @dataclasses.dataclass(frozen=True)

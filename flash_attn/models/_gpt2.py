@@ -4,9 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn.models._config import is_gpt2_config
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     GROUPED,
@@ -17,7 +15,9 @@ from flash_attn.models._keys import (
     padded,
     reordered,
     transposed,
-)  # fmt: skip
+)
+from flash_attn.models._config import is_gpt2_config
+from flash_attn.models._family import Family
 
 
 def gpt2_config_to_gpt2_config(config: Any) -> Any:

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flash_attn.models._config import Reader, refuse_unless
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
@@ -15,6 +14,7 @@ from flash_attn.models._keys import (
     queries_keys_values,
     stacked,
 )
+from flash_attn.models._config import Reader, refuse_unless
 
 # For the `copied` and the `constant` of a ConfigMap.
 COPIED: dict[str, str | tuple[str, ...]] = {
@@ -44,9 +44,11 @@ CONSTANT: dict[str, Any] = {
 }
 
 _GATED = {
-    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu",
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "geglu_tanh"),
-}  # fmt: skip
+}
 
 
 def gated_activation(read: Reader, field: str = "hidden_act", default: str = "silu") -> dict[str, Any]:

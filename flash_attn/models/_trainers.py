@@ -82,7 +82,7 @@ class TrainerMethods(nn.Module):
         return self.get_submodule(self._input_name())
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the module that embeds the input. A head that was tied to it keeps its weight, and is tied no more.
+        """Replace the module that embeds the input. A head that was tied to it keeps its weight, and is no longer tied.
 
         value: the new module. With `enable_input_require_grads`, its output gets a gradient, too.
         """
@@ -102,7 +102,7 @@ class TrainerMethods(nn.Module):
         """
         name = self._output_name()
         if name is None:
-            raise ValueError(f"{type(self).__name__} has no layer that gives logits of tokens, which could be replaced")
+            raise ValueError(f"{type(self).__name__} has no output layer to replace")
         self._put(name, new_embeddings)
 
     def _put(self, name, module):

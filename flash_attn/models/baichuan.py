@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from flash_attn.models._checkpoints.key_map import EMBEDDINGS, FINAL_NORM, HEAD, KeyMap, each_layer, padded, stacked
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._keys import EMBEDDINGS, FINAL_NORM, HEAD, KeyMap, each_layer, padded, stacked
 
 
 def _positions(read):

@@ -4,21 +4,17 @@
     logits = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
 
 Configurations are transformers' `BertConfig`, or any object with its fields. Additional fields, each with a default
-(see `_OPTIONS`), choose how the model computes: with `use_flash_attn`, padding is removed from a batch before the
-layers and put back after them; with `dense_seq_output` and `last_layer_subset`, the head for masked tokens and the last
-layer skip all other tokens. A field that asks for what this model does not support raises an error.
+(see `OPTIONS` in _bert_config.py), choose how the model computes: with `use_flash_attn`, padding is removed from a
+batch before the layers and put back after them; with `dense_seq_output` and `last_layer_subset`, the head for masked
+tokens and the last layer skip all other tokens. A field that asks for what this model does not support raises an error.
 
 With use_flash_attn and an attention mask, hidden states of padding are zero; without, they are like transformers'.
 """
 
-import copy
 import functools
-import logging
 import pathlib
-import types
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,19 +23,11 @@ from torch import Tensor, nn
 from flash_attn._ops import checks, xentropy
 from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
-from flash_attn.models._config import Settings, round_up, warn_of_unread
-from flash_attn.models._keys import KeyMap, padded, stacked
-from flash_attn.models._options import (
-    divided,
-    dtype_of_config,
-    of_hub,
-    overridden,
-    refuse_float64,
-    the_dtype,
-)
+from flash_attn.models._bert_config import TANH_GELUS, Config, check_config, option, padded_vocab_size
+from flash_attn.models._checkpoints import bert as checkpoints
+from flash_attn.models._checkpoints.bert import inv_remap_state_dict, remap_state_dict
+from flash_attn.models._checkpoints.tied_weights import TiedWeights
 from flash_attn.models._outputs import ModelOutput
-from flash_attn.models._saving import state_to_save, write_folder
-from flash_attn.models._tied import TiedWeights, check_tied
 from flash_attn.models._trainers import (
     LayerStack,
     TrainerMethods,
@@ -53,128 +41,33 @@ from flash_attn.modules.embedding import BertEmbeddings
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
 from flash_attn.ops.fused_dense import FusedDense
-from flash_attn.utils.pretrained import (
-    checkpoint_files,
-    config_is_missing,
-    config_of_pretrained,
-    dtype_of_pretrained,
-    existing_device,
-    load_file,
-    pieces_of_file,
-)
 
-logger = logging.getLogger(__name__)
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Configurations
-
-
-class Config(Protocol):
-    """The fields that a configuration must have; those of transformers' `BertConfig`."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    hidden_act: str
-    hidden_dropout_prob: float
-    attention_probs_dropout_prob: float
-    max_position_embeddings: int
-    type_vocab_size: int
-    pad_token_id: int | None
-    initializer_range: float
-    layer_norm_eps: float
-
-
-# Fields that a configuration may have, and their defaults.
-_OPTIONS = dict(
-    use_flash_attn=False,  # attention of sequences without their padding, by `flash_attn_varlen_func`
-    fused_bias_fc=False,  # `FusedDense` for all linear layers except those of the MLPs
-    fused_mlp=False,  # `FusedMLP`; needs a hidden_act in tanh form
-    mlp_checkpoint_lvl=0,  # checkpoint_lvl of FusedMLP, or a sequence with one for each layer
-    fused_dropout_add_ln=False,  # dropout, add and norm in one kernel
-    pad_vocab_size_multiple=1,  # vocab_size is rounded up to a multiple of it
-    dense_seq_output=False,  # with labels, the head for masked tokens computes only tokens that have a label
-    last_layer_subset=False,  # so does the last layer, which also computes the first token of each sequence
-    use_xentropy=False,  # the library's cross entropy, which writes the gradient over the logits
-    position_embedding_type="absolute",  # "rotary": rotary embeddings in addition to the absolute ones
-    rotary_emb_dim=None,  # channels of a head that rotate; all if None
-    rotary_emb_base=10000.0,
-    rotary_emb_scale_base=None,
-    rotary_emb_interleaved=False,
-    tie_word_embeddings=True,  # the weight of the head for masked tokens is that of the word embeddings
-    classifier_dropout=None,  # before a classifier; hidden_dropout_prob if None
-    num_labels=2,  # of a classifier
-    problem_type=None,  # the loss of BertForSequenceClassification; None: chosen by the labels
-    gradient_checkpointing=False,  # compute each layer again in the backward
-)
-
-# Fields of transformers that are not supported, with the one value that asks for nothing.
-_NOT_COVERED = dict(
-    model_type="bert",
-    is_decoder=False,
-    is_causal=False,  # with it, attention of transformers is causal where there is no padding
-    add_cross_attention=False,
-    is_encoder_decoder=False,
-    chunk_size_feed_forward=0,
-    output_hidden_states=False,
-    output_attentions=False,
-    return_dict=True,
-    pruned_heads={},
-    quantization_config=None,
-)
-
-# Fields of Google's checkpoints that change nothing here.
-_WITHOUT_EFFECT = (
-    "directionality", "orig_vocab_size", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-    "pooler_size_per_head", "pooler_type",
-)  # fmt: skip
-_WITHOUT_FLOAT64 = ("use_flash_attn", "fused_dropout_add_ln", "use_xentropy")
-
-_TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-_ACTIVATIONS = ("gelu", *_TANH_GELUS)
-
-
-def _option(config, name):
-    return getattr(config, name, _OPTIONS[name])
-
-
-def _check_config(config):
-    """Check that all that the configuration asks for is covered."""
-    missing = [name for name in Config.__annotations__ if not hasattr(config, name)]
-    if missing:
-        raise TypeError(f"config must have the fields of transformers' BertConfig, found no {', '.join(missing)}")
-    for name, covered in _NOT_COVERED.items():
-        value = getattr(config, name, covered)
-        if value != covered:
-            raise ValueError(f"config.{name} must be {covered!r}, the one supported value, found {value!r}")
-    warn_of_unread(config, {*Config.__annotations__, *_OPTIONS, *_NOT_COVERED, *_WITHOUT_EFFECT})
-    layers, levels = config.num_hidden_layers, _option(config, "mlp_checkpoint_lvl")
-    rotary = _option(config, "position_embedding_type") == "rotary"
-    rotary_options = [name for name in _OPTIONS if name.startswith("rotary_emb")]
-    for name, fits, expected in (
-        ("hidden_act", config.hidden_act in _ACTIVATIONS, f"one of {', '.join(_ACTIVATIONS)}"),
-        ("hidden_act", not _option(config, "fused_mlp") or config.hidden_act in _TANH_GELUS,
-         f"one of {', '.join(_TANH_GELUS)} with fused_mlp"),
-        ("mlp_checkpoint_lvl", levels == 0 or _option(config, "fused_mlp"), "0 without fused_mlp"),
-        ("mlp_checkpoint_lvl", isinstance(levels, int) or len(levels) == layers, f"one for each of {layers} layers"),
-        ("position_embedding_type", rotary or _option(config, "position_embedding_type") == "absolute",
-         "'absolute' or 'rotary'"),
-        *((name, rotary or _option(config, name) == _OPTIONS[name],
-           f"{_OPTIONS[name]} without position_embedding_type='rotary'") for name in rotary_options),
-        ("dense_seq_output", _option(config, "dense_seq_output") or not _option(config, "last_layer_subset"),
-         "True with last_layer_subset"),
-        ("last_layer_subset", not (rotary and _option(config, "last_layer_subset")),
-         "False with position_embedding_type='rotary'"),
-    ):  # fmt: skip
-        if not fits:
-            raise ValueError(f"config.{name} must be {expected}, found {getattr(config, name, _OPTIONS.get(name))!r}")
-
-
-def _padded_vocab_size(config):
-    return round_up(config.vocab_size, _option(config, "pad_vocab_size_multiple"))
-
+__all__ = [
+    "BertEncoder",
+    "BertForMaskedLM",
+    "BertForMultipleChoice",
+    "BertForNextSentencePrediction",
+    "BertForPreTraining",
+    "BertForPreTrainingOutput",
+    "BertForQuestionAnswering",
+    "BertForQuestionAnsweringOutput",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertHeadOutput",
+    "BertLMPredictionHead",
+    "BertModel",
+    "BertModelOutput",
+    "BertPooler",
+    "BertPreTrainedModel",
+    "BertPreTrainingHeads",
+    "BertPredictionHeadTransform",
+    "Config",
+    "create_block",
+    "create_mixer_cls",
+    "create_mlp_cls",
+    "inv_remap_state_dict",
+    "remap_state_dict",
+]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
@@ -191,13 +84,13 @@ def create_mixer_cls(
         return_residual: the attention returns (output, input).
     """
     rotary = {}
-    if _option(config, "position_embedding_type") == "rotary":
-        dim = _option(config, "rotary_emb_dim")
+    if option(config, "position_embedding_type") == "rotary":
+        dim = option(config, "rotary_emb_dim")
         rotary = dict(
             rotary_emb_dim=config.hidden_size // config.num_attention_heads if dim is None else dim,
-            rotary_emb_base=_option(config, "rotary_emb_base"),
-            rotary_emb_scale_base=_option(config, "rotary_emb_scale_base"),
-            rotary_emb_interleaved=_option(config, "rotary_emb_interleaved"),
+            rotary_emb_base=option(config, "rotary_emb_base"),
+            rotary_emb_scale_base=option(config, "rotary_emb_scale_base"),
+            rotary_emb_interleaved=option(config, "rotary_emb_interleaved"),
         )
     return functools.partial(
         MHA,
@@ -205,8 +98,8 @@ def create_mixer_cls(
         cross_attn=cross_attn,
         dropout=config.attention_probs_dropout_prob,
         causal=False,
-        fused_bias_fc=_option(config, "fused_bias_fc"),
-        use_flash_attn=_option(config, "use_flash_attn"),
+        fused_bias_fc=option(config, "fused_bias_fc"),
+        use_flash_attn=option(config, "use_flash_attn"),
         return_residual=return_residual,
         **rotary,
     )
@@ -223,9 +116,9 @@ def create_mlp_cls(
         return_residual: the MLP returns (output, input).
     """
     options: dict[str, Any] = dict(hidden_features=config.intermediate_size, return_residual=return_residual)
-    if not _option(config, "fused_mlp"):
+    if not option(config, "fused_mlp"):
         return functools.partial(Mlp, activation=_activation(config), **options)
-    level = _option(config, "mlp_checkpoint_lvl")
+    level = option(config, "mlp_checkpoint_lvl")
     if not isinstance(level, int):
         if layer_idx is None:
             raise ValueError("layer_idx must be given if config.mlp_checkpoint_lvl is a sequence, found None")
@@ -238,7 +131,7 @@ def create_block(config: Config, layer_idx: int | None = None) -> Block:
 
     config: a BertConfig.
     """
-    subset = _option(config, "last_layer_subset") and layer_idx == config.num_hidden_layers - 1
+    subset = option(config, "last_layer_subset") and layer_idx == config.num_hidden_layers - 1
     # A mixer or an MLP that also returns its input adds the gradient of the residual within its own backward product.
     # With a subset this is not possible: queries are projected from other tokens than keys and values.
     return_residual = not subset
@@ -250,21 +143,21 @@ def create_block(config: Config, layer_idx: int | None = None) -> Block:
         prenorm=False,
         resid_dropout1=config.hidden_dropout_prob,
         resid_dropout2=config.hidden_dropout_prob,
-        fused_dropout_add_ln=_option(config, "fused_dropout_add_ln"),
+        fused_dropout_add_ln=option(config, "fused_dropout_add_ln"),
         return_residual=return_residual,
     )
 
 
 def _activation(config):
-    return functools.partial(F.gelu, approximate="tanh" if config.hidden_act in _TANH_GELUS else "none")
+    return functools.partial(F.gelu, approximate="tanh" if config.hidden_act in TANH_GELUS else "none")
 
 
 def _linear_cls(config):
-    return FusedDense if _option(config, "fused_bias_fc") else nn.Linear
+    return FusedDense if option(config, "fused_bias_fc") else nn.Linear
 
 
 def _normed(config, norm, x):
-    (out,), _ = _add_and_norm([norm], [_Branch(x)], None, fused=_option(config, "fused_dropout_add_ln"))
+    (out,), _ = _add_and_norm([norm], [_Branch(x)], None, fused=option(config, "fused_dropout_add_ln"))
     return out
 
 
@@ -284,9 +177,9 @@ class BertEncoder(LayerStack):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.use_flash_attn = _option(config, "use_flash_attn")
-        self.last_layer_subset = _option(config, "last_layer_subset")
-        self.gradient_checkpointing = _option(config, "gradient_checkpointing")
+        self.use_flash_attn = option(config, "use_flash_attn")
+        self.last_layer_subset = option(config, "last_layer_subset")
+        self.gradient_checkpointing = option(config, "gradient_checkpointing")
         self.layers = nn.ModuleList([create_block(config, layer_idx=i) for i in range(config.num_hidden_layers)])
 
     def forward(
@@ -380,7 +273,7 @@ class BertLMPredictionHead(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.transform = BertPredictionHeadTransform(config)
-        self.decoder = _linear_cls(config)(config.hidden_size, _padded_vocab_size(config))
+        self.decoder = _linear_cls(config)(config.hidden_size, padded_vocab_size(config))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Logits (..., vocab_size) of (..., hidden_size)."""
@@ -481,7 +374,7 @@ class BertPreTrainedModel(TiedWeights, TrainerMethods):
 
     def __init__(self, config: Config, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
-        _check_config(config)
+        check_config(config)
         self.config = config
 
     @classmethod
@@ -515,44 +408,7 @@ class BertPreTrainedModel(TiedWeights, TrainerMethods):
         if there is no checkpoint; TypeError for a keyword argument that is neither a field of the configuration nor an
         argument of the model, with similar names.
         """
-        hub = of_hub(kwargs)
-        fields, kwargs = divided(cls, kwargs, {*Config.__annotations__, *_OPTIONS})
-        config = overridden(_config_from_pretrained(model_name, hub) if config is None else config, fields)
-        dtype = the_dtype(
-            dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name, **hub), stacklevel=3
-        )
-        device = torch.get_default_device() if device is None else existing_device(device)
-        refuse_float64(dtype, {name: _option(config, name) for name in _WITHOUT_FLOAT64})
-        with torch.device("meta"):
-            model = cls(config, *inputs, **kwargs)
-        files = checkpoint_files(model_name, **hub)
-        found = {name: tensor for path in files for name, tensor in load_file(path, device="meta").items()}
-        has_both = found.keys() >= {_BIAS, _DECODER_BIAS}
-        found = model._named_alike(_with_todays_names(found))
-        fresh = model._check_checkpoint(model_name, found, strict)
-        embedding = f"{model._input_name()}.weight"
-        tied = [embedding, _DECODER] if model._tied_modules() and _DECODER in found else []
-        model.to(dtype=dtype).to_empty(device=device)
-        model.tie_weights()
-        for name, module in model.named_modules():
-            if any(f"{name}.{parameter}" in fresh for parameter, _ in module.named_parameters(recurse=False)):
-                module.reset_parameters()
-                _init_weights(module, config.initializer_range)
-        pending: dict[str, Tensor] = {}
-        for piece in (piece for path in files for piece in pieces_of_file(path)):
-            if has_both:  # they may differ, and be in different pieces
-                piece.pop(_BIAS, None)
-            pending |= model._named_alike(_with_todays_names(piece))
-            piece.clear()
-            waiting = {}
-            if tied and all(name in pending for name in tied):
-                check_tied(embedding, pending[embedding], _DECODER, pending.pop(_DECODER))
-                tied = []
-            elif tied:  # the two are compared
-                waiting = {name: pending.pop(name) for name in tied if name in pending}
-            model._load_from(pending)
-            pending |= waiting
-        return model
+        return checkpoints.load(cls, model_name, config, inputs, kwargs, strict, device, dtype, torch_dtype)
 
     def save_pretrained(self, folder: str | pathlib.Path) -> None:
         """Write config.json and model.safetensors, which transformers' `from_pretrained` and that of this class read.
@@ -560,12 +416,7 @@ class BertPreTrainedModel(TiedWeights, TrainerMethods):
         Needs the package safetensors. A checkpoint of more than 5 GB becomes several files. Raises ValueError with
         rotary positions, which transformers' BERT does not have.
         """
-        if _option(self.config, "position_embedding_type") == "rotary":
-            raise ValueError(
-                "config.position_embedding_type must be 'absolute' to be saved for transformers, which would load "
-                "'rotary' as 'absolute', found 'rotary': save the state_dict instead"
-            )
-        write_folder(folder, {"config.json": self._their_config()}, self._their_state_dict(), 5 * 10**9)
+        checkpoints.save(self, folder)
 
     def _input_name(self) -> str:
         return f"{'bert.' if hasattr(self, 'bert') else ''}embeddings.word_embeddings"
@@ -576,79 +427,18 @@ class BertPreTrainedModel(TiedWeights, TrainerMethods):
 
     def _tied_modules(self) -> list[tuple[str, str]]:
         decoder = self._output_name()
-        if decoder is None or not _option(self.config, "tie_word_embeddings"):
+        if decoder is None or not option(self.config, "tie_word_embeddings"):
             return []
         return [(self._input_name(), decoder)]
 
+    def _first_weights(self) -> Callable[[nn.Module], None]:
+        return functools.partial(_init_weights, initializer_range=self.config.initializer_range)
+
     def _finish(self):
         """Draw all parameters and tie weights: the last step of each constructor."""
-        self.apply(functools.partial(_init_weights, initializer_range=self.config.initializer_range))
+        self.apply(self._first_weights())
         self._mark_tied()
         self.tie_weights()
-
-    def _load_from(self, pending):
-        """Load what can be made of `pending`, tensors with transformers' names, and remove from it what was used."""
-        ours = _converted(pending, self.config)
-        ours |= {name: pending.pop(name) for name in self.state_dict() if name in pending}  # those with the same name
-        nn.Module.load_state_dict(self, ours, strict=False)
-
-    def _named_alike(self, state_dict):
-        """The state dict with "bert." before the encoder's keys if this model has it, else without."""
-        ours = "bert." if hasattr(self, "bert") else ""
-        of_encoder = ("embeddings.", "encoder.", "pooler.")
-        result = {}
-        for key, tensor in state_dict.items():
-            bare = key.removeprefix("bert.")
-            result[ours + bare if bare.startswith(of_encoder) else key] = tensor
-        return result
-
-    def _their_state_dict(self):
-        """Parameters by transformers' names. Of those that are tied, only the word embeddings."""
-        state_dict = state_to_save(self)
-        if self._tied_modules() and self.is_tied:
-            del state_dict["cls.predictions.decoder.weight"]
-        result = inv_remap_state_dict(state_dict, self.config, legacy_names=False)
-        if "cls.predictions.decoder.weight" in result:  # untied, transformers has two biases and uses this one
-            result[_DECODER_BIAS] = result[_BIAS].clone()
-        return result
-
-    def _their_config(self):
-        config = copy.copy(self.config)
-        config.vocab_size = getattr(config, "orig_vocab_size", config.vocab_size)
-        fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-        fields = {name: value for name, value in fields.items() if name != "orig_vocab_size"}
-        tied = {} if self.is_tied else dict(tie_word_embeddings=False)  # what it is, not what it was meant to be
-        return fields | tied | dict(model_type="bert", architectures=[type(self).__name__])
-
-    def _check_checkpoint(self, model_name, found, strict):
-        """The names of our parameters that a checkpoint with transformers' names does not have, all in heads.
-
-        Raises ValueError if it does not fit.
-        """
-        expected = _with_todays_names(self._their_state_dict())
-        missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
-        if _option(self.config, "tie_word_embeddings"):
-            unexpected -= {"cls.predictions.decoder.weight"}
-        wrong = [
-            f"{key} {tuple(found[key].shape)} instead of {tuple(tensor.shape)}"
-            for key, tensor in expected.items()
-            if key in found and found[key].shape != tensor.shape
-        ]
-        problems = {"has no": missing, "has unexpected": unexpected}
-        if not strict:
-            for what, keys in problems.items():
-                heads = {key for key in keys if not key.removeprefix("bert.").startswith(("embeddings.", "encoder."))}
-                if heads:
-                    logger.warning("The checkpoint %s %s %s", model_name, what, ", ".join(sorted(heads)))
-                problems[what] = keys - heads
-        told = [f"{what} {', '.join(sorted(keys))}" for what, keys in problems.items() if keys]
-        told += [f"has {', '.join(wrong)}"] if wrong else []
-        if told:
-            raise ValueError(
-                f"model_name must be a checkpoint of transformers' BERT that fits {type(self).__name__} and its "
-                f"configuration; {model_name} {'; it '.join(told)}"
-            )
-        return remap_state_dict({key: expected[key] for key in missing}, self.config).keys()
 
 
 class BertModel(BertPreTrainedModel):
@@ -671,7 +461,7 @@ class BertModel(BertPreTrainedModel):
         super().__init__(config)
         if not hasattr(config, "orig_vocab_size"):
             config.orig_vocab_size = config.vocab_size  # type: ignore[attr-defined]  # a field of ours
-        config.vocab_size = _padded_vocab_size(config)
+        config.vocab_size = padded_vocab_size(config)
         self.embeddings = BertEmbeddings(
             config.hidden_size,
             config.vocab_size,
@@ -754,9 +544,9 @@ class _BertWithHead(BertPreTrainedModel):
 
         masked: (batch, seqlen) bool, or None.
         """
-        if masked is None or not _option(self.config, "dense_seq_output"):
+        if masked is None or not option(self.config, "dense_seq_output"):
             return self.bert(*inputs, **options)
-        if _option(self.config, "last_layer_subset"):
+        if option(self.config, "last_layer_subset"):
             return self.bert(*inputs, **options, masked_tokens_mask=masked)
         encoded = self.bert(*inputs, **options)
         return encoded._replace(last_hidden_state=_rows(encoded.last_hidden_state, masked))
@@ -767,7 +557,7 @@ class _BertWithHead(BertPreTrainedModel):
 
     def _prediction_loss(self, logits, labels, masked, ignore_index, num_items_in_batch=None):
         """Mean cross entropy of logits (..., vocab_size), of all tokens or the masked ones, and labels."""
-        if _option(self.config, "dense_seq_output"):
+        if option(self.config, "dense_seq_output"):
             # With the size of the logits, because torch.compile cannot know that two counts of masked tokens are equal.
             places = masked.flatten().nonzero_static(size=logits.shape[0]).squeeze(1)
             labels = labels.flatten()[places]
@@ -776,7 +566,7 @@ class _BertWithHead(BertPreTrainedModel):
         return _of_items(loss, num_items_in_batch)
 
     def _cross_entropy(self, inplace=False, **options):
-        if _option(self.config, "use_xentropy"):
+        if option(self.config, "use_xentropy"):
             return CrossEntropyLoss(inplace_backward=inplace, **options)
         return nn.CrossEntropyLoss(**options)
 
@@ -937,7 +727,7 @@ class _BertClassifier(_BertWithHead):
         super().__init__(config)
         self.num_labels = num_labels
         self.bert = BertModel(config, add_pooling_layer=add_pooling_layer)
-        dropout = _option(config, "classifier_dropout")
+        dropout = option(config, "classifier_dropout")
         self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
         self.classifier = nn.Linear(config.hidden_size, num_labels)
         self._finish()
@@ -947,7 +737,7 @@ class BertForSequenceClassification(_BertClassifier):
     """BERT with a classifier of whole sequences, or a regression: config.num_labels classes or numbers."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, add_pooling_layer=True, num_labels=_option(config, "num_labels"))
+        super().__init__(config, add_pooling_layer=True, num_labels=option(config, "num_labels"))
 
     def forward(
         self,
@@ -984,7 +774,7 @@ class BertForSequenceClassification(_BertClassifier):
         return as_asked(BertHeadOutput(loss=loss, logits=logits), return_dict)
 
     def _loss(self, logits, labels, num_items_in_batch):
-        kind = _option(self.config, "problem_type")
+        kind = option(self.config, "problem_type")
         if kind is None:
             single = "multi_label" if labels.is_floating_point() else "single_label"
             kind = "regression" if self.num_labels == 1 else f"{single}_classification"
@@ -1003,7 +793,7 @@ class BertForTokenClassification(_BertClassifier):
     """BERT with a classifier of each token, as for named entities: config.num_labels classes."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, add_pooling_layer=False, num_labels=_option(config, "num_labels"))
+        super().__init__(config, add_pooling_layer=False, num_labels=option(config, "num_labels"))
 
     def forward(
         self,
@@ -1094,7 +884,7 @@ class BertForQuestionAnswering(_BertWithHead):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        num_labels = _option(config, "num_labels")
+        num_labels = option(config, "num_labels")
         checks.number("config.num_labels", num_labels, num_labels == 2, "2, the first and the last token of an answer")
         self.bert = BertModel(config, add_pooling_layer=False)
         self.qa_outputs = nn.Linear(config.hidden_size, num_labels)
@@ -1176,118 +966,3 @@ def _check_like(name, value, input_ids, dtypes):
 
 def _check_labels(name, labels, shape):
     checks.tensor(name, labels, dtypes=(torch.int64,), shape=tuple(shape))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-_LEGACY_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # which older checkpoints hold
-_DECODER = "cls.predictions.decoder.weight"
-_BIAS, _DECODER_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"  # one parameter, if weights are tied
-
-
-def remap_state_dict(state_dict: Mapping[str, Tensor], config: Config) -> OrderedDict[str, Tensor]:
-    """Our state dict from that of transformers' model with the same configuration.
-
-    Keys that are not BERT's stay as they are. If vocab_size is rounded up, word embeddings and the decoder get more
-    rows of zeros, and the decoder's bias more elements of -100.
-    """
-    rest = _with_todays_names(state_dict)
-    result = _converted(rest, config)
-    return OrderedDict(result | rest)
-
-
-def _converted(theirs, config):
-    """Make our tensors from `theirs`, which have today's names, and remove from it what was used."""
-    result = _key_map(config).convert(theirs, _settings(config))
-    if _DECODER_BIAS in result:
-        with torch.no_grad():  # a checkpoint may hold parameters
-            result[_DECODER_BIAS][_settings(config).vocab_size :] = -100.0
-    return result
-
-
-def inv_remap_state_dict(
-    state_dict: Mapping[str, Tensor], config: Config, legacy_names: bool = True
-) -> OrderedDict[str, Tensor]:
-    """The inverse of `remap_state_dict`, with vocab_size as it was before it was rounded up.
-
-    legacy_names: norms have "gamma" and "beta", as in the first checkpoints of BERT, instead of "weight" and "bias".
-    """
-    endings = {_DECODER_BIAS: _BIAS}
-    if legacy_names:
-        endings |= {name: old for old, name in _LEGACY_NAMES.items()}
-    result = _key_map(config).invert(state_dict, _settings(config))
-    return OrderedDict((_replaced_ending(key, endings), tensor) for key, tensor in result.items())
-
-
-def _key_map(config):
-    """The table of tensors, of the encoder with and without "bert." in front."""
-    table = {
-        "cls.predictions.decoder": padded("cls.predictions.decoder"),
-        "cls.predictions.transform.layer_norm": "cls.predictions.transform.LayerNorm",
-    }
-    for prefix in ("", "bert."):
-        words, theirs = f"{prefix}embeddings.word_embeddings", f"{prefix}encoder.layer.{{i}}."
-        table |= {words: padded(words), f"{prefix}emb_ln": f"{prefix}embeddings.LayerNorm"}
-        layer = {
-            "mixer.Wqkv": stacked(*(f"{theirs}attention.self.{name}" for name in ("query", "key", "value"))),
-            "mixer.out_proj": f"{theirs}attention.output.dense",
-            "norm1": f"{theirs}attention.output.LayerNorm",
-            "mlp.fc1": f"{theirs}intermediate.dense",
-            "mlp.fc2": f"{theirs}output.dense",
-            "norm2": f"{theirs}output.LayerNorm",
-        }
-        if _option(config, "last_layer_subset"):  # first: what one row of the table uses is gone for the next
-            last = config.num_hidden_layers - 1
-            attention = f"{prefix}encoder.layer.{last}.attention.self"
-            table[f"{prefix}encoder.layers.{last}.mixer.Wq"] = f"{attention}.query"
-            table[f"{prefix}encoder.layers.{last}.mixer.Wkv"] = stacked(f"{attention}.key", f"{attention}.value")
-        table |= {f"{prefix}encoder.layers.{{i}}.{ours}": rule for ours, rule in layer.items()}
-    return KeyMap(table)
-
-
-def _settings(config):
-    """What the table of tensors reads from a configuration."""
-    return Settings(
-        vocab_size=getattr(config, "orig_vocab_size", config.vocab_size),
-        n_embd=config.hidden_size,
-        n_layer=config.num_hidden_layers,
-        n_head=config.num_attention_heads,
-        n_positions=config.max_position_embeddings,
-        pad_vocab_size_multiple=_option(config, "pad_vocab_size_multiple"),
-    )
-
-
-def _replaced_ending(key, endings):
-    for old, new in endings.items():
-        if key.endswith(old):
-            return key.removesuffix(old) + new
-    return key
-
-
-def _with_todays_names(state_dict):
-    """A checkpoint of any age under the names that transformers uses today, with one bias of the decoder."""
-    result = {
-        _replaced_ending(key, _LEGACY_NAMES): tensor for key, tensor in state_dict.items() if not key.endswith(_BUFFERS)
-    }
-    if _BIAS in result:
-        bias = result.pop(_BIAS)
-        result.setdefault(_DECODER_BIAS, bias)  # where the two differ, transformers uses the decoder's
-    return result
-
-
-def _config_from_pretrained(model_name, hub):
-    """The configuration of a checkpoint; without the package transformers, an object with its fields."""
-    fields = config_of_pretrained(model_name, **hub)
-    if fields is None:
-        raise config_is_missing(model_name, **hub)
-    if fields.get("model_type", "bert") != "bert":
-        raise ValueError(f"model_name must be a checkpoint of model_type 'bert', found {fields['model_type']!r}")
-    try:
-        from transformers import BertConfig
-    except ModuleNotFoundError:
-        labels = len(fields.get("id2label", range(_OPTIONS["num_labels"])))  # files name the labels, not their number
-        return types.SimpleNamespace(**{"num_labels": labels} | fields)
-    return BertConfig.from_dict(fields)

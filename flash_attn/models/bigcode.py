@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
@@ -22,11 +20,13 @@ from flash_attn.models._keys import (
     padded,
     reordered,
 )
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
 
-_ALSO_COPIED = (
-    "max_batch_size", "max_sequence_length", "multi_query", "scale_attn_weights", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "use_cache",
-)  # fmt: skip
+_ALSO_COPIED = """
+    max_batch_size max_sequence_length multi_query scale_attn_weights summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj use_cache
+""".split()
 
 
 def _one_key_head(rows, s):

@@ -4,9 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
@@ -16,7 +14,9 @@ from flash_attn.models._keys import (
     padded,
     stacked,
     transposed,
-)  # fmt: skip
+)
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
 
 
 def _positions(read):

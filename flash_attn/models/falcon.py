@@ -4,9 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap, Settings
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     GROUPED,
@@ -17,6 +15,8 @@ from flash_attn.models._keys import (
     padded,
     reordered,
 )
+from flash_attn.models._config import ConfigMap, Settings
+from flash_attn.models._family import Family
 from flash_attn.models._rope import whole_rope_fields
 
 

@@ -34,7 +34,10 @@ from flash_attn.losses.linear_cross_entropy import (
     cross_entropy_of_logits,
     linear_cross_entropy,
 )
-from flash_attn.models import _checkpoint
+from flash_attn.models._checkpoints import decoder as checkpoints
+from flash_attn.models._checkpoints.arguments import refuse_float64
+from flash_attn.models._checkpoints.tensor_parallel import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
+from flash_attn.models._checkpoints.tied_weights import TiedWeights
 from flash_attn.models._config import is_gpt2_config, settings
 from flash_attn.models._gpt2 import (
     inv_remap_state_dict_hf_gpt2,
@@ -42,11 +45,8 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_hf_gpt2,
     remap_state_dict_megatron,
 )
-from flash_attn.models._options import refuse_float64
 from flash_attn.models._outputs import ModelOutput
 from flash_attn.models._rope import depends_on_length, rotary_embedding
-from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
-from flash_attn.models._tied import TiedWeights
 from flash_attn.models._trainers import (
     LayerStack,
     TrainerMethods,
@@ -73,12 +73,25 @@ from flash_attn.utils.distributed import all_gather_raw, sync_shared_params
 from flash_attn.utils.generation import GenerationMixin
 
 __all__ = [
-    "GPTLMHeadModel", "GPTModel", "GPTPreTrainedModel", "combine_state_dicts_tp", "create_block", "create_mixer_cls",
-    "create_mlp_cls", "inv_remap_state_dict_hf_gpt2", "inv_remap_state_dict_megatron", "remap_state_dict_hf_bigcode",
-    "remap_state_dict_hf_falcon", "remap_state_dict_hf_gpt2", "remap_state_dict_hf_gpt_neox",
-    "remap_state_dict_hf_gptj", "remap_state_dict_hf_llama", "remap_state_dict_hf_opt", "remap_state_dict_megatron",
+    "GPTLMHeadModel",
+    "GPTModel",
+    "GPTPreTrainedModel",
+    "combine_state_dicts_tp",
+    "create_block",
+    "create_mixer_cls",
+    "create_mlp_cls",
+    "inv_remap_state_dict_hf_gpt2",
+    "inv_remap_state_dict_megatron",
+    "remap_state_dict_hf_bigcode",
+    "remap_state_dict_hf_falcon",
+    "remap_state_dict_hf_gpt2",
+    "remap_state_dict_hf_gpt_neox",
+    "remap_state_dict_hf_gptj",
+    "remap_state_dict_hf_llama",
+    "remap_state_dict_hf_opt",
+    "remap_state_dict_megatron",
     "shard_state_dict_tp",
-]  # fmt: skip
+]
 
 
 class CausalLMOutput(ModelOutput):
@@ -89,7 +102,7 @@ class CausalLMOutput(ModelOutput):
     @property
     def loss(self) -> NoReturn:
         """Raises AttributeError: logits were asked for, not a loss."""
-        raise AttributeError("loss is computed with labels or shift_labels only, found neither")
+        raise AttributeError("loss needs labels or shift_labels, found neither")
 
 
 class CausalLMLoss(ModelOutput):
@@ -100,7 +113,7 @@ class CausalLMLoss(ModelOutput):
     @property
     def logits(self) -> NoReturn:
         """Raises AttributeError: a loss was asked for, which does not need all logits."""
-        raise AttributeError("logits are computed without labels only: those of all tokens would take much memory")
+        raise AttributeError("logits are not computed with labels, since those of all tokens would take much memory")
 
 
 def _sqrelu(x: Tensor) -> Tensor:
@@ -144,15 +157,30 @@ def create_mixer_cls(
         scale /= layer_idx + 1
     window = s.of_layer("sliding_window", layer_idx)
     options: dict[str, Any] = dict(
-        num_heads=s.n_head, num_heads_kv=s.heads_kv, head_dim=s.width_of_head, qkv_proj_bias=s.qkv_proj_bias,
-        out_proj_bias=s.out_proj_bias, dropout=s.attn_pdrop, softmax_scale=scale, causal=True, layer_idx=layer_idx,
-        rotary_emb_dim=s.rotary_dim(layer_idx), rotary_emb_base=s.of_layer("rotary_emb_base", layer_idx),
-        rotary_emb_scale_base=s.rotary_emb_scale_base, rotary_emb_interleaved=s.rotary_emb_interleaved,
-        use_alibi=s.use_alibi, window_size=(-1, -1) if window is None else (window - 1, 0),
-        use_flash_attn=s.use_flash_attn, qk_norm=s.qk_norm, qk_norm_eps=s.layer_norm_epsilon,
-        qk_norm_zero_centered=s.qk_norm and s.norm_zero_centered, qk_norm_over_heads=s.qk_norm_over_heads,
-        softcap=s.attn_logit_softcapping or 0.0, device=device, dtype=dtype,
-    )  # fmt: skip
+        num_heads=s.n_head,
+        num_heads_kv=s.heads_kv,
+        head_dim=s.width_of_head,
+        qkv_proj_bias=s.qkv_proj_bias,
+        out_proj_bias=s.out_proj_bias,
+        dropout=s.attn_pdrop,
+        softmax_scale=scale,
+        causal=True,
+        layer_idx=layer_idx,
+        rotary_emb_dim=s.rotary_dim(layer_idx),
+        rotary_emb_base=s.of_layer("rotary_emb_base", layer_idx),
+        rotary_emb_scale_base=s.rotary_emb_scale_base,
+        rotary_emb_interleaved=s.rotary_emb_interleaved,
+        use_alibi=s.use_alibi,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        use_flash_attn=s.use_flash_attn,
+        qk_norm=s.qk_norm,
+        qk_norm_eps=s.layer_norm_epsilon,
+        qk_norm_zero_centered=s.qk_norm and s.norm_zero_centered,
+        qk_norm_over_heads=s.qk_norm_over_heads,
+        softcap=s.attn_logit_softcapping or 0.0,
+        device=device,
+        dtype=dtype,
+    )
     mixer_cls: Callable[..., nn.Module]
     if process_group is None:
         mixer_cls = functools.partial(MHA, dwconv=s.attn_dwconv, fused_bias_fc=s.fused_bias_fc, **options)
@@ -366,7 +394,7 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
 
         Raises TypeError for a name that is neither, and suggests similar names.
         """
-        return _checkpoint.build(cls, config, kwargs, dtype=dtype, torch_dtype=torch_dtype)
+        return checkpoints.build(cls, config, kwargs, dtype=dtype, torch_dtype=torch_dtype)
 
     @classmethod
     def from_pretrained(
@@ -413,10 +441,21 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
         not fit, with their names, and TypeError for a keyword argument that is neither a field nor an argument of the
         constructor, with similar names.
         """
-        return _checkpoint.load(
-            cls, model_name, config, args, kwargs, strict=strict, device=device, dtype=dtype, world_size=world_size,
-            rank=rank, family=family, progress=progress, torch_dtype=torch_dtype,
-        )  # fmt: skip
+        return checkpoints.load(
+            cls,
+            model_name,
+            config,
+            args,
+            kwargs,
+            strict=strict,
+            device=device,
+            dtype=dtype,
+            world_size=world_size,
+            rank=rank,
+            family=family,
+            progress=progress,
+            torch_dtype=torch_dtype,
+        )
 
     def save_pretrained(
         self, folder: str | os.PathLike, family: str | None = None, max_shard_size: int | str = 5 * 10**9
@@ -436,7 +475,7 @@ class GPTPreTrainedModel(TiedWeights, TrainerMethods):
         that as `config` instead); and for one part of a tensor parallel model, which `combine_state_dicts_tp` must put
         together first.
         """
-        _checkpoint.save(self, folder, family, max_shard_size)
+        checkpoints.save(self, folder, family, max_shard_size)
 
     @property
     def generation_config(self) -> Any:
@@ -569,15 +608,12 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             raise ValueError("inputs_embeds must be None with process_group, found a tensor: give input_ids")
         leftpad = fits = None
         if attention_mask is not None:
-            for condition, says in (
-                (
-                    inference_params is None,
-                    "inference_params must be None with attention_mask, found both: give leftpad_per_sample",
-                ),
-                (not by_tokens, "config.sequence_parallel must be False with attention_mask, found True"),
-            ):
-                if not condition:
-                    raise ValueError(says)
+            if inference_params is not None:
+                raise ValueError(
+                    "inference_params must be None with attention_mask, found both: give leftpad_per_sample"
+                )
+            if by_tokens:
+                raise ValueError("config.sequence_parallel must be False with attention_mask, found True")
             leftpad, fits = _padding(attention_mask, tokens)
         if position_ids is not None:
             _check_of_tokens("position_ids", position_ids, tokens)
@@ -652,8 +688,8 @@ def _one_sequence(position_ids, attention_mask, is_learned):
         row = int((~fits).nonzero()[0])
         expected = "not begin again at 0 within a row" if is_learned else "count up by 1 in each row"
         raise ValueError(
-            f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, as several "
-            "sequences in one row are not told apart: give each a row of its own, "
+            f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, since attention "
+            "does not separate several sequences in one row: give each a row of its own, "
             f"found {position_ids[row].tolist()} in row {row}"
         )
     return fits
@@ -668,9 +704,13 @@ def _embeddings(s, process_group, device, dtype):
     if s.word_embed_proj_dim is not None:
         raise ValueError(f"config.word_embed_proj_dim must be None with process_group, found {s.word_embed_proj_dim}")
     return ParallelGPT2Embeddings(
-        s.n_embd, s.padded_vocab_size, s.n_positions, process_group=process_group,
-        sequence_parallel=s.sequence_parallel, **factory,
-    )  # fmt: skip
+        s.n_embd,
+        s.padded_vocab_size,
+        s.n_positions,
+        process_group=process_group,
+        sequence_parallel=s.sequence_parallel,
+        **factory,
+    )
 
 
 _NAME_OF_DECODERS = "GPT2LMHeadModel"
@@ -725,9 +765,13 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         else:
             parallel_cls = _ParallelNormedHead if s.norm_head else ColumnParallelLinear
             self.lm_head = parallel_cls(
-                features, s.padded_vocab_size, process_group, bias=s.lm_head_bias,
-                sequence_parallel=s.sequence_parallel, **factory,
-            )  # fmt: skip
+                features,
+                s.padded_vocab_size,
+                process_group,
+                bias=s.lm_head_bias,
+                sequence_parallel=s.sequence_parallel,
+                **factory,
+            )
         self.vocab_size = s.vocab_size  # without padding, so that generation never draws it
         self.depends_on_capacity = depends_on_length(s)
         self.softcap = s.final_logit_softcapping
@@ -926,9 +970,12 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
         shape = tokens_of(input_ids, inputs_embeds).shape
         hidden = self.transformer(
-            input_ids, position_ids=position_ids, inference_params=inference_params, attention_mask=attention_mask,
+            input_ids,
+            position_ids=position_ids,
+            inference_params=inference_params,
+            attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-        )  # fmt: skip
+        )
         if inference_params is not None and hidden.dim() != 3:
             raise ValueError("config.sequence_parallel must be False with inference_params, found True")
         if num_last_tokens > 0:
@@ -1016,15 +1063,12 @@ class _Backbone:
         Raises ValueError for a head that is more than this product.
         """
         model, s = self._model, settings(self._model.config)
-        for field, value, usual in (
-            ("pad_vocab_size_multiple", s.padded_vocab_size, s.vocab_size),
-            ("norm_head", s.norm_head, False),
-        ):
-            if value != usual:
-                raise ValueError(
-                    f"config.{field} must leave the head a product with its weight for base_model, found "
-                    f"{getattr(s, field)}: call the model itself with labels, as transformers.Trainer does"
-                )
+        if s.padded_vocab_size != s.vocab_size or s.norm_head:
+            field = "norm_head" if s.padded_vocab_size == s.vocab_size else "pad_vocab_size_multiple"
+            raise ValueError(
+                f"config.{field} must leave the head a product with its weight for base_model, found "
+                f"{getattr(s, field)}: call the model itself with labels, as transformers.Trainer does"
+            )
         given, rest = _divided_by_name(kwargs, type(model.transformer).forward)
         rest.pop("return_dict", None)
         check_options(model, rest)
@@ -1045,9 +1089,12 @@ class _ParallelNormedHead(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., features) to (..., vocabulary of this process)."""
         return fused_dense_func(
-            x, F.normalize(self.weight), self.bias, process_group=self.process_group,
+            x,
+            F.normalize(self.weight),
+            self.bias,
+            process_group=self.process_group,
             sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+        )
 
 
 # Heads that a loss of hidden states can stand for, and those of them whose weight it gets normalised.

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap, refuse_unless, round_up
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
@@ -36,7 +34,9 @@ from flash_attn.models._keys import (
     queries_keys_values,
     reordered,
     stacked,
-)  # fmt: skip
+)
+from flash_attn.models._config import ConfigMap, refuse_unless, round_up
+from flash_attn.models._family import Family
 from flash_attn.models._llama_like import CONSTANT, COPIED, biases, gated_activation, kinds_by, llama_like_keys, windows
 from flash_attn.models._rope import turning_in, whole_rope_fields
 
@@ -230,12 +230,19 @@ def config_from_meta_checkpoint(checkpoint_path: str | os.PathLike, model_name: 
     if params.get("ffn_dim_multiplier") is not None:
         inner = int(params["ffn_dim_multiplier"] * inner)
     fields = dict(
-        hidden_size=dim, intermediate_size=round_up(inner, params.get("multiple_of", 1)),
-        num_attention_heads=params["n_heads"], num_hidden_layers=params["n_layers"],
-        num_key_value_heads=params.get("n_kv_heads") or params["n_heads"], rms_norm_eps=params["norm_eps"],
-        vocab_size=_vocabulary_of(params, folder / "tokenizer.model"), hidden_act="silu", initializer_range=0.02,
-        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=dim,
+        intermediate_size=round_up(inner, params.get("multiple_of", 1)),
+        num_attention_heads=params["n_heads"],
+        num_hidden_layers=params["n_layers"],
+        num_key_value_heads=params.get("n_kv_heads") or params["n_heads"],
+        rms_norm_eps=params["norm_eps"],
+        vocab_size=_vocabulary_of(params, folder / "tokenizer.model"),
+        hidden_act="silu",
+        initializer_range=0.02,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     if params.get("rope_theta") is not None:
         fields |= dict.fromkeys(("rotary_emb_base", "rope_theta"), params["rope_theta"])  # our name, and transformers'
     if importlib.util.find_spec("transformers") is None:

@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
@@ -18,7 +16,9 @@ from flash_attn.models._keys import (
     padded,
     queries_keys_values,
     reordered,
-)  # fmt: skip
+)
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
 
 # The table of positions begins with two rows that are never used: OPT counts positions from 2.
 _WITHOUT_FIRST_TWO = Order(take=lambda rows, s: torch.arange(2, rows), length=lambda rows, s: rows + 2)

@@ -4,9 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap
-from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._checkpoints.key_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
@@ -15,6 +13,8 @@ from flash_attn.models._keys import (
     padded,
     queries_keys_values,
 )
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
 from flash_attn.models._rope import rope_fields
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn.models._checkpoints.key_map import Order, reordered
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._keys import Order, reordered
 from flash_attn.models._llama_like import CONSTANT, COPIED, gated_activation, llama_like_keys, windows
 from flash_attn.models._rope import rope_fields
 

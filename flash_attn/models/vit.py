@@ -9,13 +9,9 @@
 since classification needs the class token's query alone.
 """
 
-import copy
 import functools
 import inspect
-import logging
 import os
-import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -23,21 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn.layers.patch_embed import PatchEmbed
-from flash_attn.models._loading import listed, pieces
-from flash_attn.models._options import divided, of_hub, the_dtype
-from flash_attn.models._saving import number_of_bytes, write_folder
+from flash_attn.models._checkpoints import vit as checkpoints
+from flash_attn.models._checkpoints.vit import inv_remap_state_dict_timm, remap_state_dict_timm
 from flash_attn.models._trainers import LayerStack, TrainerMethods
 from flash_attn.modules.block import Block, StochasticDepth, _add_and_norm, _Branch
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
-from flash_attn.utils.pretrained import (
-    checkpoint_files,
-    config_is_missing,
-    config_of_pretrained,
-    dtype_of_pretrained,
-    existing_device,
-    load_file,
-)
 
 __all__ = [
     "VisionTransformer",
@@ -55,7 +42,6 @@ __all__ = [
     "vit_tiny_patch16_224",
 ]
 
-_log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts
@@ -237,16 +223,25 @@ class VisionTransformer(LayerStack, TrainerMethods):
     ) -> None:
         super().__init__()
         _check_variant(
-            global_pool=global_pool, init_values=init_values, class_token=class_token, pre_norm=pre_norm,
-            fc_norm=fc_norm, weight_init=weight_init,
-        )  # fmt: skip
+            global_pool=global_pool,
+            init_values=init_values,
+            class_token=class_token,
+            pre_norm=pre_norm,
+            fc_norm=fc_norm,
+            weight_init=weight_init,
+        )
         if depth < 1:
             raise ValueError(f"depth must be at least 1, found {depth}")
         # What a checkpoint says of the model, and whether its layers are those that it cannot describe otherwise.
         self._described = dict(
-            patch_size=patch_size, embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
-            qkv_bias=qkv_bias, no_embed_class=no_embed_class,
-        )  # fmt: skip
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            no_embed_class=no_embed_class,
+        )
         self._usual = dict(
             embed_layer=embed_layer is PatchEmbed, norm_layer=norm_layer is None, act_layer=act_layer in (None, nn.GELU)
         )
@@ -268,12 +263,26 @@ class VisionTransformer(LayerStack, TrainerMethods):
         rates = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
             create_block(
-                embed_dim, num_heads, mlp_ratio, qkv_bias, drop_rate, attn_drop_rate, rates[i - 1] if i > 0 else 0.0,
-                rates[i], norm_layer, act_layer or nn.GELU, use_flash_attn, fused_bias_fc, fused_mlp,
-                fused_dropout_add_ln, layer_idx=i, n_layer=depth, last_layer_subset=True,
+                embed_dim,
+                num_heads,
+                mlp_ratio,
+                qkv_bias,
+                drop_rate,
+                attn_drop_rate,
+                rates[i - 1] if i > 0 else 0.0,
+                rates[i],
+                norm_layer,
+                act_layer or nn.GELU,
+                use_flash_attn,
+                fused_bias_fc,
+                fused_mlp,
+                fused_dropout_add_ln,
+                layer_idx=i,
+                n_layer=depth,
+                last_layer_subset=True,
             )
             for i in range(depth)
-        )  # fmt: skip
+        )
         self.dropout = nn.Dropout(drop_rate)
         self.drop_path = StochasticDepth(rates[-1])
         self.norm = norm_layer(embed_dim)
@@ -357,98 +366,26 @@ class VisionTransformer(LayerStack, TrainerMethods):
         or an option that is not covered, and for tensors that do not fit, with their names; TypeError for a keyword
         argument that is not one of the constructor's, with names like it.
         """
-        hub = of_hub(kwargs)
-        divided(cls, kwargs, ())
-        config = {"architecture": architecture}
-        if architecture is None:
-            config = _config_of(model_name, hub)
-        options = _options_of(config) | kwargs
-        files = checkpoint_files(model_name, **hub)
-        dtype = the_dtype(dtype, None, lambda: dtype_of_pretrained(model_name, **hub))
-        device = torch.get_default_device() if device is None else existing_device(device)
-        with torch.device("meta"):
-            model = cls(**options)
-        if model._lacks(files, strict):
-            with torch.device(device):
-                model = cls(**options).to(dtype=dtype)  # with first weights for what the files lack
-        else:
-            model.to(dtype=dtype).to_empty(device=device)
-        for piece in pieces(files, progress):
-            model.load_state_dict(piece, strict=False)
-            piece.clear()  # so that nothing else holds the tensors
-        model._config = config
-        return model
+        return checkpoints.load(cls, model_name, architecture, kwargs, strict, device, dtype, progress)
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = 5 * 10**9) -> None:
         """Write a folder that timm loads, as `timm.create_model("local-dir:" + folder)`, and `from_pretrained`.
 
-        What else the config.json of the checkpoint has that this model comes from is kept, as how images are prepared.
+        Other fields of the config.json that the model was loaded from, such as how images are prepared, are kept.
 
         Arguments:
             folder: is made if it is not there.
             max_shard_size: bytes of a file, in which a larger checkpoint is divided (which timm does not read); or
                 text, as "5GB".
 
-        Raises ValueError for a model with layers of one's own, or another head, which config.json cannot describe.
+        Raises ValueError for a model with custom layers or another head, which config.json cannot describe.
         """
-        for name, is_usual in self._usual.items():
-            if not is_usual:
-                raise ValueError(f"{name} must be left at its default to be saved for timm: save the state_dict")
-        linear = isinstance(self.head, nn.Linear) and self.head.bias is not None
-        if not linear and not isinstance(self.head, nn.Identity):
-            raise ValueError(
-                "head must be an nn.Linear with a bias, or nn.Identity, to be saved for timm: save the state_dict; "
-                f"found {self.head}"
-            )
-        tensors = inv_remap_state_dict_timm(self.state_dict(), self)
-        write_folder(folder, {"config.json": self._their_config()}, tensors, number_of_bytes(max_shard_size))
+        checkpoints.save(self, folder, max_shard_size)
 
-    def _their_config(self):
-        config = copy.deepcopy(self._config or {"architecture": "vit_base_patch16_224"})
-        classes = self.head.out_features if isinstance(self.head, nn.Linear) else 0  # which may have been replaced
-        pretrained_cfg = config.pop("pretrained_cfg", None) or {}
-        if classes != config.get("num_classes", pretrained_cfg.get("num_classes")):
-            for names in ("label_names", "label_descriptions"):  # of other classes
-                config.pop(names, None)
-                pretrained_cfg.pop(names, None)
-        parameters = inspect.signature(VisionTransformer).parameters
-        usual = {name: parameters[name].default for name in self._described} | _sizes(config["architecture"])
-        changed = {name: value for name, value in self._described.items() if value != usual[name]}
-        pretrained_cfg |= dict(
-            num_classes=classes, input_size=self._input_size, fixed_input_size=True, first_conv="patch_embed.proj",
-            classifier="head",
-        )  # fmt: skip
-        shown = dict(num_classes=classes, num_features=self.embed_dim, global_pool=self.global_pool)
-        return config | shown | dict(model_args=changed, pretrained_cfg=pretrained_cfg)
-
-    def _lacks(self, files, strict):
-        """The names of parameters that are not in the files. Raises ValueError if these do not fit."""
-        theirs = {name: tensor for path in files for name, tensor in load_file(path, device="meta").items()}
-        found, expected = remap_state_dict_timm(theirs, self), self.state_dict()
-        missing = [name for name in expected if name not in found]
-        unknown = [name for name in found if name not in expected]
-        both = [(name, found[name], expected[name]) for name in expected if name in found]
-        wrong = [
-            f"{name}: expected {tuple(ours.shape)}, found {tuple(tensor.shape)}"
-            for name, tensor, ours in both
-            if tensor.shape != ours.shape
-        ]
-        wrong += [
-            f"{name}: expected a floating-point dtype, found {tensor.dtype}"
-            for name, tensor, _ in both
-            if not tensor.is_floating_point()
-        ]
-        if wrong or (strict and (missing or unknown)):
-            raise ValueError(
-                f"the checkpoint does not fit the model, a {type(self).__name__}:"
-                + listed("missing", missing)
-                + listed("not known", unknown)
-                + listed("of a wrong shape or dtype", wrong)
-            )
-        if missing or unknown:
-            told = listed("these keep their first, random weights", missing) + listed("these are left out", unknown)
-            _log.warning("not all of the checkpoint and the model fit together:%s", told)
-        return missing
+    @staticmethod
+    def _defaults() -> dict[str, Any]:
+        """The defaults of the arguments."""
+        return {name: each.default for name, each in inspect.signature(VisionTransformer).parameters.items()}
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Tokens (batch, 1 + patches, embed_dim) of embedded patches: with the class token and positions."""
@@ -463,130 +400,22 @@ class VisionTransformer(LayerStack, TrainerMethods):
         return out
 
 
-# Options that only timm has, and their defaults.
-_COVERED = dict(global_pool="token", init_values=None, class_token=True, pre_norm=False, fc_norm=None, weight_init="")
-
-
 def _check_variant(**given):
     """Check that options which only timm has are left at their defaults."""
     for name, value in given.items():
-        if value != _COVERED[name]:
-            raise ValueError(f"{name} must be {_COVERED[name]!r}, the one supported variant, found {value!r}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-_PATCHES = "patch_embed.proj.weight"
-_NAMES = {".attn.qkv.": ".mixer.Wqkv.", ".attn.proj.": ".mixer.out_proj."}  # timm's, ours
-
-
-def remap_state_dict_timm(state_dict: Mapping[str, Any], model: VisionTransformer) -> OrderedDict[str, Any]:
-    """The state dict of timm's VisionTransformer, with the names of `model`, which has the same options.
-
-    A state dict that already has the names of `model` is returned unchanged.
-    """
-    result = OrderedDict((_renamed(key, _NAMES.items()), tensor) for key, tensor in state_dict.items())
-    if _PATCHES in result and isinstance(model.patch_embed, PatchEmbed):  # which has no convolution, as timm's has
-        result[_PATCHES] = result[_PATCHES].flatten(1)
-    for qkv, q, kv in _last_projections(model):
-        if qkv in result:
-            tensor = result.pop(qkv)
-            result[q], result[kv] = tensor.tensor_split([tensor.shape[0] // 3])
-    return result
-
-
-def inv_remap_state_dict_timm(state_dict: Mapping[str, Any], model: VisionTransformer) -> OrderedDict[str, Any]:
-    """A state dict that timm's VisionTransformer with the same options loads, of one of `model`."""
-    result = OrderedDict(state_dict)
-    for qkv, q, kv in _last_projections(model):
-        if q in result:
-            result[qkv] = torch.cat([result.pop(q), result.pop(kv)])
-    if _PATCHES in result and isinstance(model.patch_embed, PatchEmbed):
-        result[_PATCHES] = result[_PATCHES].unflatten(1, (-1, *model.patch_embed.patch_size))
-    back = [(ours, theirs) for theirs, ours in _NAMES.items()]
-    return OrderedDict((_renamed(key, back), tensor) for key, tensor in result.items())
-
-
-def _renamed(key, names):
-    for old, new in names:
-        key = key.replace(old, new)
-    return key
-
-
-def _last_projections(model):
-    """Names in the last block of one projection to queries, keys and values, and of the two that it has instead."""
-    mixer = f"blocks.{len(model.blocks) - 1}.mixer"
-    for kind in ("weight", "bias"):
-        yield tuple(f"{mixer}.{name}.{kind}" for name in ("Wqkv", "Wq", "Wkv"))
-
-
-# What timm's model_args may be here.
-_MODEL_ARGS = (
-    "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias",
-    "no_embed_class", *_COVERED,
-)  # fmt: skip
-
-
-def _config_of(model_name, hub):
-    """The config.json of timm's checkpoint, with its pretrained_cfg, which is all of it in older ones."""
-    config = config_of_pretrained(model_name, **hub)
-    if config is None:
-        raise config_is_missing(model_name, needed="architecture", **hub)
-    if "architecture" not in config:
-        raise ValueError(f"architecture must be given, as the config.json of {model_name} is not timm's and has none")
-    if "pretrained_cfg" in config:
-        return config
-    return {"architecture": config["architecture"], "pretrained_cfg": config}
-
-
-def _options_of(config):
-    """The arguments of `VisionTransformer` that timm's config.json means."""
-    options = _sizes(config["architecture"])
-    pretrained_cfg, args = config.get("pretrained_cfg") or {}, config.get("model_args") or {}
-    if pretrained_cfg.get("input_size") is not None:
-        channels, *img_size = pretrained_cfg["input_size"]
-        options |= dict(in_chans=channels, **dict(img_size=img_size) if pretrained_cfg.get("fixed_input_size") else {})
-    for fields in (pretrained_cfg, config):
-        options |= {name: fields[name] for name in ("num_classes", "global_pool") if fields.get(name) is not None}
-    for name in args:
-        if name not in _MODEL_ARGS:
-            raise ValueError(f"model_args must be among {', '.join(_MODEL_ARGS)}, which are covered, found {name!r}")
-    return options | args
+        if value != checkpoints.TIMM_OPTIONS[name]:
+            raise ValueError(
+                f"{name} must be {checkpoints.TIMM_OPTIONS[name]!r}, the one supported variant, found {value!r}"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sizes
 
 
-_SIZES: dict[str, dict[str, Any]] = {
-    "tiny": dict(embed_dim=192, depth=12, num_heads=3),
-    "small": dict(embed_dim=384, depth=12, num_heads=6),
-    "base": dict(embed_dim=768, depth=12, num_heads=12),
-    "large": dict(embed_dim=1024, depth=24, num_heads=16),
-    "huge": dict(embed_dim=1280, depth=32, num_heads=16),
-    "giant": dict(embed_dim=1408, depth=40, num_heads=16, mlp_ratio=48 / 11),
-    "gigantic": dict(embed_dim=1664, depth=48, num_heads=16, mlp_ratio=64 / 13),
-}
-_ARCHITECTURE = re.compile(rf"(?:vit|deit)_({'|'.join(_SIZES)})_patch(\d+)_(\d+)")
-
-
-def _sizes(architecture):
-    """The arguments of `VisionTransformer` that a name of timm's stands for."""
-    found = _ARCHITECTURE.fullmatch(architecture) if isinstance(architecture, str) else None
-    if found is None:
-        raise ValueError(
-            f"architecture must be vit_SIZE_patchN_M of timm's, or deit_, with {', '.join(_SIZES)} as SIZE, "
-            f"found {architecture!r}"
-        )
-    size, patch, pixels = found.groups()
-    return dict(img_size=int(pixels), patch_size=int(patch), **_SIZES[size])
-
-
 def _of_size(name):
     """The function `name`, which makes a model of the sizes that the name stands for."""
-    sizes = _sizes(name)
+    sizes = checkpoints.sizes_of(name)
 
     def create(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
         if pretrained:

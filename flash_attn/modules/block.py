@@ -194,9 +194,13 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Any]:
         """(norm(h), h) of h = drop_path(dropout(x)) + residual; h only with prenorm, else None."""
         (out,), h = _add_and_norm(
-            [norm], [_Branch(x, dropout, drop_path)], residual, fused=self.fused_dropout_add_ln, prenorm=self.prenorm,
+            [norm],
+            [_Branch(x, dropout, drop_path)],
+            residual,
+            fused=self.fused_dropout_add_ln,
+            prenorm=self.prenorm,
             residual_in_fp32=self.residual_in_fp32,
-        )  # fmt: skip
+        )
         return out, h
 
 
@@ -270,9 +274,13 @@ class ParallelBlock(nn.Module):
             branches.append(_Branch(hidden_states2, self.dropout2))
         norms = [self.norm1] if self.tied_norm else [self.norm1, self.norm2]
         normed, residual = _add_and_norm(
-            norms, branches, residual, fused=self.fused_dropout_add_ln, prenorm=True,
+            norms,
+            branches,
+            residual,
+            fused=self.fused_dropout_add_ln,
+            prenorm=True,
             residual_in_fp32=self.residual_in_fp32,
-        )  # fmt: skip
+        )
         return self.mixer(normed[0], **(mixer_kwargs or {})), self.mlp(normed[-1]), residual
 
 
@@ -373,9 +381,16 @@ def _fused(
         options |= dict(weight1=norms[1].weight, bias1=norms[1].bias)
     is_rms_norm, eps, zero_centered = kind
     results: Any = layer_norm_fn(
-        weight=norm.weight, bias=norm.bias, residual=residual, eps=eps, prenorm=prenorm,
-        residual_in_fp32=residual_in_fp32, zero_centered_weight=zero_centered, is_rms_norm=is_rms_norm, **options,
-    )  # fmt: skip
+        weight=norm.weight,
+        bias=norm.bias,
+        residual=residual,
+        eps=eps,
+        prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32,
+        zero_centered_weight=zero_centered,
+        is_rms_norm=is_rms_norm,
+        **options,
+    )
     results = results if isinstance(results, tuple) else (results,)
     return list(results[: len(norms)]), results[-1] if prenorm else None
 

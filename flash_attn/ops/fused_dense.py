@@ -123,9 +123,18 @@ def fused_mlp_func(
     """
     exchange = _exchange(process_group, sequence_parallel)
     return fused_dense.mlp(
-        x, weight1, bias1, weight2, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic,
+        x,
+        weight1,
+        bias1,
+        weight2,
+        bias2,
+        activation,
+        save_pre_act,
+        return_residual,
+        checkpoint_lvl,
+        heuristic,
         exchange,
-    )  # fmt: skip
+    )
 
 
 class FusedMLPFunc:
@@ -148,9 +157,19 @@ class FusedMLPFunc:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`fused_mlp_func` by position; it says what the arguments are."""
         return fused_mlp_func(
-            x, weight1, weight2, bias1, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic,
-            process_group, sequence_parallel,
-        )  # fmt: skip
+            x,
+            weight1,
+            weight2,
+            bias1,
+            bias2,
+            activation,
+            save_pre_act,
+            return_residual,
+            checkpoint_lvl,
+            heuristic,
+            process_group,
+            sequence_parallel,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,10 +494,19 @@ def _fused_mlp(module, x, process_group, sequence_parallel, return_residual=Fals
     """`fused_mlp_func` of the layers of a module."""
     fc1, fc2 = module.fc1, module.fc2
     return fused_mlp_func(
-        x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=module.activation, save_pre_act=module.training,
-        return_residual=return_residual, checkpoint_lvl=module.checkpoint_lvl, heuristic=_heuristic(module),
-        process_group=process_group, sequence_parallel=sequence_parallel,
-    )  # fmt: skip
+        x,
+        fc1.weight,
+        fc2.weight,
+        fc1.bias,
+        fc2.bias,
+        activation=module.activation,
+        save_pre_act=module.training,
+        return_residual=return_residual,
+        checkpoint_lvl=module.checkpoint_lvl,
+        heuristic=_heuristic(module),
+        process_group=process_group,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def _heuristic(module):

@@ -68,9 +68,19 @@ def dropout_add_layer_norm(
     (torch.Size([2, 2, 5, 64]), torch.Size([2, 2, 5, 64]))
     """
     return DropoutAddLayerNormFn.apply(
-        x0, residual, weight, bias, rowscale, layerscale, dropout_p, epsilon, residual_in_fp32, prenorm, False,
+        x0,
+        residual,
+        weight,
+        bias,
+        rowscale,
+        layerscale,
+        dropout_p,
+        epsilon,
+        residual_in_fp32,
+        prenorm,
+        False,
         return_dropout_mask,
-    )  # fmt: skip
+    )
 
 
 def dropout_add_layer_norm_subset(
@@ -104,9 +114,22 @@ def dropout_add_layer_norm_subset(
     that out_subset does not name are 0, and so are gradients of rows of x0 that x0_subset does not name.
     """
     return DropoutAddLayerNormSubsetFn.apply(
-        x0, residual, weight, bias, layerscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows,
-        residual_in_fp32, prenorm, False, return_dropout_mask,
-    )  # fmt: skip
+        x0,
+        residual,
+        weight,
+        bias,
+        layerscale,
+        x0_subset,
+        out_subset,
+        dropout_p,
+        epsilon,
+        rowscale_const,
+        out_numrows,
+        residual_in_fp32,
+        prenorm,
+        False,
+        return_dropout_mask,
+    )
 
 
 def dropout_add_layer_norm_parallel_residual(
@@ -130,9 +153,20 @@ def dropout_add_layer_norm_parallel_residual(
     for; out1 is None without weight1.
     """
     return DropoutAddLayerNormParallelResidualFn.apply(
-        x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, residual_in_fp32, prenorm, False,
+        x0,
+        x1,
+        residual,
+        weight0,
+        bias0,
+        weight1,
+        bias1,
+        dropout_p,
+        epsilon,
+        residual_in_fp32,
+        prenorm,
+        False,
         return_dropout_mask,
-    )  # fmt: skip
+    )
 
 
 # The autograd functions of flash-attn by their names, for LayerNorm and RMSNorm; other packages call `apply`.
@@ -158,9 +192,19 @@ class DropoutAddLayerNormFn:
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """As `dropout_add_layer_norm`, or `dropout_add_rms_norm` with is_rms_norm. gamma, beta: weight and bias."""
         out, _, h, mask, *_ = layer_norm_ops.forward(
-            x0, residual, gamma, beta, epsilon, dropout_p, rowscale=rowscale, colscale=colscale, prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
-        )  # fmt: skip
+            x0,
+            residual,
+            gamma,
+            beta,
+            epsilon,
+            dropout_p,
+            rowscale=rowscale,
+            colscale=colscale,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            is_rms_norm=is_rms_norm,
+            return_mask=return_dmask,
+        )
         masks = [_mask(mask, x0)] if return_dmask else []
         return (out, *([h] if prenorm else []), *masks) if prenorm or masks else out
 
@@ -188,10 +232,22 @@ class DropoutAddLayerNormSubsetFn:
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """As `dropout_add_layer_norm_subset`, or the function of RMSNorm with is_rms_norm."""
         out, _, h, mask, *_ = layer_norm_ops.forward(
-            x0, residual, gamma, beta, epsilon, dropout_p, colscale=colscale, x0_subset=x0_subset,
-            out_subset=out_subset, rowscale_const=rowscale_const, out_rows=out_numrows, prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
-        )  # fmt: skip
+            x0,
+            residual,
+            gamma,
+            beta,
+            epsilon,
+            dropout_p,
+            colscale=colscale,
+            x0_subset=x0_subset,
+            out_subset=out_subset,
+            rowscale_const=rowscale_const,
+            out_rows=out_numrows,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            is_rms_norm=is_rms_norm,
+            return_mask=return_dmask,
+        )
         masks = [_mask(mask, x0)] if return_dmask else []
         return (out, *([h] if prenorm else []), *masks) if prenorm or masks else out
 
@@ -217,10 +273,21 @@ class DropoutAddLayerNormParallelResidualFn:
     ) -> tuple[torch.Tensor | None, ...]:
         """As `dropout_add_layer_norm_parallel_residual`, or the function of RMSNorm with is_rms_norm."""
         out0, out1, h, mask0, mask1, *_ = layer_norm_ops.forward(
-            x0, residual, gamma0, beta0, epsilon, dropout_p, x1=x1, weight1=gamma1, bias1=beta1, prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
+            x0,
+            residual,
+            gamma0,
+            beta0,
+            epsilon,
+            dropout_p,
+            x1=x1,
+            weight1=gamma1,
+            bias1=beta1,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            is_rms_norm=is_rms_norm,
+            return_mask=return_dmask,
             names=("x0", "weight0", "bias0"),
-        )  # fmt: skip
+        )
         masks = [_mask(mask, x0) for mask in (mask0, mask1)] if return_dmask else []
         return (out0, out1, *([h] if prenorm else []), *masks)
 
@@ -278,9 +345,18 @@ class DropoutAddLayerNorm(torch.nn.Module):
         Returns a tensor like x0; with prenorm also the sum, which is the next residual.
         """
         return DropoutAddLayerNormFn.apply(
-            x0, residual, self.weight, self.bias, None, None, self.p if self.training else 0.0, self.eps,
-            self.residual_in_fp32, self.prenorm, self.is_rms_norm,
-        )  # fmt: skip
+            x0,
+            residual,
+            self.weight,
+            self.bias,
+            None,
+            None,
+            self.p if self.training else 0.0,
+            self.eps,
+            self.residual_in_fp32,
+            self.prenorm,
+            self.is_rms_norm,
+        )
 
     def extra_repr(self) -> str:
         """The options that a printed module shows."""

@@ -45,9 +45,19 @@ def dropout_add_rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Dropout, sum with the residual, RMSNorm: see `flash_attn.ops.layer_norm.dropout_add_layer_norm`."""
     return DropoutAddLayerNormFn.apply(
-        x0, residual, weight, bias, rowscale, layerscale, dropout_p, epsilon, residual_in_fp32, prenorm, True,
+        x0,
+        residual,
+        weight,
+        bias,
+        rowscale,
+        layerscale,
+        dropout_p,
+        epsilon,
+        residual_in_fp32,
+        prenorm,
+        True,
         return_dropout_mask,
-    )  # fmt: skip
+    )
 
 
 def dropout_add_rms_norm_subset(
@@ -68,9 +78,22 @@ def dropout_add_rms_norm_subset(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same where only some rows take part: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_subset`."""
     return DropoutAddLayerNormSubsetFn.apply(
-        x0, residual, weight, bias, layerscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows,
-        residual_in_fp32, prenorm, True, return_dropout_mask,
-    )  # fmt: skip
+        x0,
+        residual,
+        weight,
+        bias,
+        layerscale,
+        x0_subset,
+        out_subset,
+        dropout_p,
+        epsilon,
+        rowscale_const,
+        out_numrows,
+        residual_in_fp32,
+        prenorm,
+        True,
+        return_dropout_mask,
+    )
 
 
 def dropout_add_rms_norm_parallel_residual(
@@ -89,9 +112,20 @@ def dropout_add_rms_norm_parallel_residual(
 ) -> tuple[torch.Tensor | None, ...]:
     """Two branches and two norms: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_parallel_residual`."""
     return DropoutAddLayerNormParallelResidualFn.apply(
-        x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, residual_in_fp32, prenorm, True,
+        x0,
+        x1,
+        residual,
+        weight0,
+        bias0,
+        weight1,
+        bias1,
+        dropout_p,
+        epsilon,
+        residual_in_fp32,
+        prenorm,
+        True,
         return_dropout_mask,
-    )  # fmt: skip
+    )
 
 
 class DropoutAddRMSNorm(DropoutAddLayerNorm):

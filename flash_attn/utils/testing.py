@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flash_attn._ops import checks
 from flash_attn._reference import fused_softmax
-from flash_attn._reference.mask import outside_window
+from flash_attn._reference.attention.mask import outside_window
 from flash_attn.bert_padding import pad_input, unpad_input
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -88,9 +88,24 @@ def generate_qkv(
     query_unused_mask: Tensor | None = None,
     key_unused_mask: Tensor | None = None,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, int, int,
-    Tensor, Tensor, Tensor, Tensor | None, _Pad, _Pad, _Pad,
-]: ...  # fmt: skip
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    int,
+    int,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    _Pad,
+    _Pad,
+    _Pad,
+]: ...
 @overload
 def generate_qkv(
     q: Tensor,

@@ -87,9 +87,18 @@ def test_widths_of_s_dmask(host):
         assert (instance, width) in table["DMASK_WIDTHS"]
 
 
-@pytest.mark.parametrize("value, on", [
-    (None, False), ("", False), ("0", False), ("false", False), ("False", False), ("1", True), ("true", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value, on",
+    [
+        (None, False),
+        ("", False),
+        ("0", False),
+        ("false", False),
+        ("False", False),
+        ("1", True),
+        ("true", True),
+    ],
+)
 def test_a_switch_in_the_environment(host, monkeypatch, value, on):
     """As FLASH_ATTN_PORTABLE is read."""
     monkeypatch.delenv("FLASH_ATTN_TEST_SWITCH", raising=False)
@@ -141,39 +150,72 @@ def find_features(host, problem):
 ALL_SHARE = dict(batch1=0, batch2=0, batch2_size=4)
 
 
-@pytest.mark.parametrize("sharing, changes", [
-    *((1, dict(head_dim=dim, head_dim_v=dim)) for dim in (40, *HEAD_DIMS)),
-    *((1, dict([change])) for change in (("head_dim_v", 96), ("heads", 0), ("seqlen", 0))),
-    (1, dict(seqlen=104, heads=1 << 20)),
-    (4, ALL_SHARE), (4, dict(ALL_SHARE, heads=0)), (1, dict(ALL_SHARE, packed_q=True)),
-    (1, dict(batch1=4 * 9216, batch2=2 * 9216, batch2_size=2)), (1, dict(batch1=0, batch2=9216, batch2_size=4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sharing, changes",
+    [
+        *((1, dict(head_dim=dim, head_dim_v=dim)) for dim in (40, *HEAD_DIMS)),
+        *((1, dict([change])) for change in (("head_dim_v", 96), ("heads", 0), ("seqlen", 0))),
+        (1, dict(seqlen=104, heads=1 << 20)),
+        (4, ALL_SHARE),
+        (4, dict(ALL_SHARE, heads=0)),
+        (1, dict(ALL_SHARE, packed_q=True)),
+        (1, dict(batch1=4 * 9216, batch2=2 * 9216, batch2_size=2)),
+        (1, dict(batch1=0, batch2=9216, batch2_size=4)),
+    ],
+)
 def test_problems_whose_bias_is_copied_in_tiles(host, sharing, changes):
     problem = Biased(**changes)
     backward = BIASED if problem.head_dim <= 128 else ALL
     assert features_of(host, problem) == (BIASED, ALL, sharing, backward)
 
 
-@pytest.mark.parametrize("changes", [
-    dict(same_dtype=False), dict(is_bool=True), dict(bias=4098), dict(seqlen=98), dict(heads=9220),
-    dict(batch1=2, batch2=0), dict(batch1=0, batch2=9216, batch2_size=2), dict(batch1=9216, batch2=0, batch2_size=2),
-    dict(head_dim=192), dict(head_dim=264, head_dim_v=264), dict(softcap=1), dict(alibi=True), dict(dropout=True),
-    dict(ranges=True), dict(aligned=False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(same_dtype=False),
+        dict(is_bool=True),
+        dict(bias=4098),
+        dict(seqlen=98),
+        dict(heads=9220),
+        dict(batch1=2, batch2=0),
+        dict(batch1=0, batch2=9216, batch2_size=2),
+        dict(batch1=9216, batch2=0, batch2_size=2),
+        dict(head_dim=192),
+        dict(head_dim=264, head_dim_v=264),
+        dict(softcap=1),
+        dict(alibi=True),
+        dict(dropout=True),
+        dict(ranges=True),
+        dict(aligned=False),
+    ],
+)
 def test_problems_whose_bias_is_loaded(host, changes):
     """Elements of other sizes, rows that do not start with a chunk, entries in two dimensions; other instances."""
     assert features_of(host, Biased(**changes)) == (ALL, ALL, 1, ALL)
 
 
-@pytest.mark.parametrize("changes, forward, backward", [
-    (dict(is_bool=True, same_dtype=False), True, True), (dict(bias=4098), True, True), (dict(seqlen=98), True, True),
-    (dict(), True, True), (dict(same_dtype=False), False, False), (dict(head_dim=192, head_dim_v=192), True, False),
-    (dict(row_max=True), False, True), (dict(longest_q=4), False, True), (dict(longest_q=30), False, True),
-    (dict(head_dim=192), False, False), (dict(head_dim=264, head_dim_v=264), False, False),
-    (dict(softcap=1), False, False), (dict(alibi=True), False, False), (dict(dropout=True), False, False),
-    (dict(ranges=True), False, False), (dict(aligned=False), False, False),
-    (dict(batch1=9216, batch2=0, batch2_size=2), False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, forward, backward",
+    [
+        (dict(is_bool=True, same_dtype=False), True, True),
+        (dict(bias=4098), True, True),
+        (dict(seqlen=98), True, True),
+        (dict(), True, True),
+        (dict(same_dtype=False), False, False),
+        (dict(head_dim=192, head_dim_v=192), True, False),
+        (dict(row_max=True), False, True),
+        (dict(longest_q=4), False, True),
+        (dict(longest_q=30), False, True),
+        (dict(head_dim=192), False, False),
+        (dict(head_dim=264, head_dim_v=264), False, False),
+        (dict(softcap=1), False, False),
+        (dict(alibi=True), False, False),
+        (dict(dropout=True), False, False),
+        (dict(ranges=True), False, False),
+        (dict(aligned=False), False, False),
+        (dict(batch1=9216, batch2=0, batch2_size=2), False, False),
+    ],
+)
 def test_problems_whose_bias_is_copied_first(host, changes, forward, backward):
     """Only where kernels then read tiles, in the forward those for many rows."""
     assert find_features(host, Biased(**changes))[4:] == (forward, backward)
@@ -221,10 +263,13 @@ def test_accumulators_fit_the_registers(host, head_dim, plain):
     assert rows * shared_by // warps * (keys + head_dim // shared_by) / 32 <= 192
 
 
-@pytest.mark.parametrize("head_dim, kernel, options", [
-    *itertools.product(ALL_HEAD_DIMS, ["fwd"], [(PLAIN,), (ALL,)]),
-    *itertools.product(HEAD_DIMS, ["dmask"], [()]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "head_dim, kernel, options",
+    [
+        *itertools.product(ALL_HEAD_DIMS, ["fwd"], [(PLAIN,), (ALL,)]),
+        *itertools.product(HEAD_DIMS, ["dmask"], [()]),
+    ],
+)
 def test_blocks_fit_every_gpu(instances, head_dim, kernel, options):
     shared_bytes, threads = numbers(instances, 2, f"find_{kernel}_sizes", head_dim, *options)
     assert shared_bytes <= min(SHARED_BYTES.values())
@@ -566,10 +611,14 @@ def test_keys_of_one_round_of_decoding_are_not_split(host, head_dim):
         assert (plan.num_splits > 1, plan.scratch_out > 0, plan.scratch_counters > 0) == (split, split, split), changes
 
 
-@pytest.mark.parametrize("changes", [
-    dict(seqlen_q=2**28 + 2**20 + 1, longest_q=2**28 + 2**20 + 1),
-    dict(batch=1000, seqlen_q=2**28, longest_q=1, packed_q=True),  # decoding
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(seqlen_q=2**28 + 2**20 + 1, longest_q=2**28 + 2**20 + 1),
+        dict(batch=1000, seqlen_q=2**28, longest_q=1, packed_q=True),  # decoding
+    ],
+    ids=str,
+)
 def test_rows_of_packed_heads_are_counted_in_32_bits(host, changes):
     """Heads are not packed where tokens times heads do not fit: kernels count the rows of an entry in 32 bits."""
     problem = Problem(batch=1, heads=8, heads_k=1, longest_k=1, plain=False)
@@ -626,9 +675,18 @@ LAST_FIRST, FIRST_FIRST, ROTATED = range(3)
 
 
 def bwd_plan(
-    host, *problem, causal=False, deterministic=False, has_sm90=False, multiprocessors=132, capped=False, ranged=False,
-    head_dim_v=0, longest=0, window=(-1, -1)
-):  # fmt: skip
+    host,
+    *problem,
+    causal=False,
+    deterministic=False,
+    has_sm90=False,
+    multiprocessors=132,
+    capped=False,
+    ranged=False,
+    head_dim_v=0,
+    longest=0,
+    window=(-1, -1),
+):
     """problem: batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed.
 
     head_dim_v: 0 is that of the keys. longest: rows and keys of the longest entry; 0 is seqlen_q and seqlen_k.
@@ -662,28 +720,51 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     assert sum(plan[:3]) < 1.01 * 32 * 32768 * 128
 
 
-@pytest.mark.parametrize("group, head_dim, rows, packed, causal, deterministic, swizzle", [
-    # dq is rounded
-    (1, 64, 1, False, False, False, 32), (1, 64, 512, False, False, False, 32), (1, 64, 512, False, True, False, 64),
-    (1, 64, 1024, False, True, False, 32), (1, 64, 2048, False, False, False, 8),
-    (1, 128, 512, False, False, False, 16), (1, 128, 2048, False, True, False, 16),
-    (4, 128, 512, False, False, False, 8),
-    (1, 64, 4096, False, False, False, 4), (1, 64, 4096, False, True, False, 8),
-    # blocks add in order, and dq may be rounded
-    (1, 64, 1024, False, False, True, 32), (1, 64, 4096, False, False, True, 8), (1, 64, 16384, False, False, True, 2),
-    (1, 64, 1024, False, True, True, 64), (1, 64, 3000, False, True, True, 21), (1, 64, 16384, False, True, True, 16),
-    (1, 128, 1024, False, False, True, 16), (1, 128, 16384, False, False, True, 8), (4, 128, 1, False, False, True, 32),
-    (4, 128, 2048, False, True, True, 32), (1, 128, 16384, False, True, True, 16), (1, 64, 512, True, False, True, 32),
-    (1, 128, 512, False, True, True, 32),
-    (1, 256, 512, False, False, True, 8), (1, 256, 512, False, True, True, 16),
-    # no block waits
-    (1, 64, 512, True, False, False, 8), (1, 64, 8192, False, False, False, 8), (1, 64, 16384, False, True, False, 4),
-    (1, 128, 4096, False, True, False, 8),
-    (1, 128, 8192, False, False, False, 4), (1, 128, 16384, False, True, False, 2),
-    (8, 128, 8192, False, False, False, 1), (8, 128, 8192, False, True, False, 4),
-    (1, 128, 131072, False, True, False, 1), (1, 256, 16384, False, True, False, 2),
-    (1, 256, 2048, False, False, False, 8), (1, 256, 8192, False, False, False, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "group, head_dim, rows, packed, causal, deterministic, swizzle",
+    [
+        # dq is rounded
+        (1, 64, 1, False, False, False, 32),
+        (1, 64, 512, False, False, False, 32),
+        (1, 64, 512, False, True, False, 64),
+        (1, 64, 1024, False, True, False, 32),
+        (1, 64, 2048, False, False, False, 8),
+        (1, 128, 512, False, False, False, 16),
+        (1, 128, 2048, False, True, False, 16),
+        (4, 128, 512, False, False, False, 8),
+        (1, 64, 4096, False, False, False, 4),
+        (1, 64, 4096, False, True, False, 8),
+        # blocks add in order, and dq may be rounded
+        (1, 64, 1024, False, False, True, 32),
+        (1, 64, 4096, False, False, True, 8),
+        (1, 64, 16384, False, False, True, 2),
+        (1, 64, 1024, False, True, True, 64),
+        (1, 64, 3000, False, True, True, 21),
+        (1, 64, 16384, False, True, True, 16),
+        (1, 128, 1024, False, False, True, 16),
+        (1, 128, 16384, False, False, True, 8),
+        (4, 128, 1, False, False, True, 32),
+        (4, 128, 2048, False, True, True, 32),
+        (1, 128, 16384, False, True, True, 16),
+        (1, 64, 512, True, False, True, 32),
+        (1, 128, 512, False, True, True, 32),
+        (1, 256, 512, False, False, True, 8),
+        (1, 256, 512, False, True, True, 16),
+        # no block waits
+        (1, 64, 512, True, False, False, 8),
+        (1, 64, 8192, False, False, False, 8),
+        (1, 64, 16384, False, True, False, 4),
+        (1, 128, 4096, False, True, False, 8),
+        (1, 128, 8192, False, False, False, 4),
+        (1, 128, 16384, False, True, False, 2),
+        (8, 128, 8192, False, False, False, 1),
+        (8, 128, 8192, False, True, False, 4),
+        (1, 128, 131072, False, True, False, 1),
+        (1, 256, 16384, False, True, False, 2),
+        (1, 256, 2048, False, False, False, 8),
+        (1, 256, 8192, False, False, False, 2),
+    ],
+)
 def test_key_heads_whose_blocks_start_together_on_sm90(
     host, group, head_dim, rows, packed, causal, deterministic, swizzle
 ):
@@ -709,9 +790,15 @@ def test_packed_entries_wait_as_dense_ones_of_the_length_of_the_longest(host, he
 
 @pytest.mark.parametrize(
     ("heads_k", "packed", "deterministic", "entries"),
-    [(64, True, True, 1), (16, True, True, 1), (8, True, True, 2), (3, True, True, 6), (8, False, True, 1),
-     (8, True, False, 1)],
-)  # fmt: skip
+    [
+        (64, True, True, 1),
+        (16, True, True, 1),
+        (8, True, True, 2),
+        (3, True, True, 6),
+        (8, False, True, 1),
+        (8, True, False, 1),
+    ],
+)
 def test_packed_entries_take_the_place_of_heads(host, heads_k, packed, deterministic, entries):
     """Where blocks add in order under a causal mask, those of 16 heads, of one or several entries, come together."""
     problem = 32, heads_k, heads_k, 128, 16384, 16384, packed
@@ -802,16 +889,26 @@ def test_parts_of_the_scratch_lie_apart(host):
         assert found == [0, accum, accum + rows, lse, after, counters, counters + 1, counters + 1 + semaphores]
 
 
-@pytest.mark.parametrize("heads, heads_k, head_dim, rows, keys, causal, splits", [
-    (8, 8, 64, 4096, 77, False, (1, 11)), (24, 24, 128, 4096, 256, False, (1, 2)),  # cross-attention to few keys
-    (40, 40, 128, 32768, 512, False, (1, 3)), (8, 8, 256, 4096, 128, False, (1, 6)),
-    (8, 8, 64, 64, 77, False, (1, 1)), (8, 8, 128, 64, 64, True, (1, 1)),  # one step, which cannot be divided
-    (32, 1, 128, 2048, 2048, True, (16, 1)), (32, 8, 128, 512, 512, True, (4, 1)),  # heads that share a key head
-    (6, 2, 128, 4096, 128, False, (3, 5)), (7, 1, 128, 256, 256, False, (7, 2)),
-    (1, 1, 64, 16384, 16384, True, (1, 2)),  # the longest n_block alone would take as long as two
-    (1, 1, 64, 16384, 16384, False, (1, 1)), (16, 16, 128, 4096, 4096, False, (1, 1)),  # enough n_blocks
-    (8, 8, 128, 512, 512, True, (1, 1)), (12, 12, 64, 1024, 1024, True, (1, 1)),  # little work
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "heads, heads_k, head_dim, rows, keys, causal, splits",
+    [
+        (8, 8, 64, 4096, 77, False, (1, 11)),
+        (24, 24, 128, 4096, 256, False, (1, 2)),  # cross-attention to few keys
+        (40, 40, 128, 32768, 512, False, (1, 3)),
+        (8, 8, 256, 4096, 128, False, (1, 6)),
+        (8, 8, 64, 64, 77, False, (1, 1)),
+        (8, 8, 128, 64, 64, True, (1, 1)),  # one step, which cannot be divided
+        (32, 1, 128, 2048, 2048, True, (16, 1)),
+        (32, 8, 128, 512, 512, True, (4, 1)),  # heads that share a key head
+        (6, 2, 128, 4096, 128, False, (3, 5)),
+        (7, 1, 128, 256, 256, False, (7, 2)),
+        (1, 1, 64, 16384, 16384, True, (1, 2)),  # the longest n_block alone would take as long as two
+        (1, 1, 64, 16384, 16384, False, (1, 1)),
+        (16, 16, 128, 4096, 4096, False, (1, 1)),  # enough n_blocks
+        (8, 8, 128, 512, 512, True, (1, 1)),
+        (12, 12, 64, 1024, 1024, True, (1, 1)),  # little work
+    ],
+)
 def test_splits_of_n_blocks(host, heads, heads_k, head_dim, rows, keys, causal, splits):
     """Into how many splits an n_block is divided: by its query heads, and by its m_blocks."""
     plan = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal, has_sm90=True)
@@ -822,12 +919,20 @@ def test_splits_of_n_blocks(host, heads, heads_k, head_dim, rows, keys, causal, 
     assert (alone.head_splits, alone.m_splits, alone.key_sums) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("heads", "keys", "options", "splits"), [
-    (8, 308, dict(longest=4096), 2), (8, 308, dict(longest=128), 1),
-    (8, 1024, dict(), 2), (8, 1024, dict(window=(0, 0)), 1), (8, 1024, dict(window=(4000, 4000)), 2),
-    (10, 1280, dict(), 1), (10, 1280, dict(causal=True), 2), (10, 1280, dict(window=(0, -1)), 2),
-    (10, 1280, dict(ranged=True), 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "keys", "options", "splits"),
+    [
+        (8, 308, dict(longest=4096), 2),
+        (8, 308, dict(longest=128), 1),
+        (8, 1024, dict(), 2),
+        (8, 1024, dict(window=(0, 0)), 1),
+        (8, 1024, dict(window=(4000, 4000)), 2),
+        (10, 1280, dict(), 1),
+        (10, 1280, dict(causal=True), 2),
+        (10, 1280, dict(window=(0, -1)), 2),
+        (10, 1280, dict(ranged=True), 2),
+    ],
+)
 def test_splits_depend_on_how_many_rows_see_an_n_block(host, heads, keys, options, splits):
     """The rows of the longest packed entry, at most those of a window, and half of them under a causal mask."""
     packed = "longest" in options

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn import _library, flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from flash_attn._ops import flash_attn, flash_attn_features
-from flash_attn._reference.options import Features, Options
+from flash_attn._reference.attention.options import Features, Options
 from flash_attn.precision import use_exact_gradients, uses_exact_gradients
 
 
@@ -328,7 +328,7 @@ def opcheck_arguments(name, device):
         "varlen": (q[0], torch.stack([k[0], v[0]], 1), None, *plain[:5], lengths, lengths, 20, 20),
         "features": (q, k, v, torch.zeros(4, device=device), None, *options, *Features(attention_chunk=7)[2:]),
         "beyond kernels": (q, k, v, None, q.new_zeros(1, 1, 1, 33, 1), *options, *Features(row_max=True)[2:]),
-    }[name]  # fmt: skip
+    }[name]
 
 
 @pytest.mark.parametrize("name", ["dense", "transposed", "packed", "varlen", "features", "beyond kernels"])

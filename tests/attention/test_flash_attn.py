@@ -124,10 +124,15 @@ def test_hopper_kernels_agree_with_portable_ones(case, device, monkeypatch):
 
 @pytest.mark.sm90
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim, portable, kernel", [
-    (64, False, "bwd_sm90_kernel"), (256, False, "bwd_wide_kernel"), (64, True, "bwd_kernel"),
-    (256, True, "bwd_kernel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "head_dim, portable, kernel",
+    [
+        (64, False, "bwd_sm90_kernel"),
+        (256, False, "bwd_wide_kernel"),
+        (64, True, "bwd_kernel"),
+        (256, True, "bwd_kernel"),
+    ],
+)
 def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, monkeypatch):
     q = torch.randn(1, 128, 4, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
@@ -149,10 +154,15 @@ def test_where_dq_takes_a_kernel_of_its_own(head_dim, packed, finishes, device, 
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("seqlen_q, seqlen_k, portable, kernel", [
-    (128, 128, False, "fwd_sm90_kernel"), (128, 128, True, "fwd_kernel"), (1, 128, False, "decode_kernel"),
-    (128, 8192, False, "fwd_kernel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, portable, kernel",
+    [
+        (128, 128, False, "fwd_sm90_kernel"),
+        (128, 128, True, "fwd_kernel"),
+        (1, 128, False, "decode_kernel"),
+        (128, 8192, False, "fwd_kernel"),
+    ],
+)
 def test_which_kernel_runs(seqlen_q, seqlen_k, portable, kernel, device, monkeypatch):
     q, k = (torch.randn(1, seqlen, 4, 64, dtype=torch.bfloat16, device=device) for seqlen in (seqlen_q, seqlen_k))
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
@@ -263,10 +273,18 @@ def test_which_blocks_of_keys_are_shared(batch, rows, heads, heads_k, shared, de
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths_q, lengths_k", [
-    ([0], [0]), ([5], [0]), ([0], [5]), ([0, 0, 7], [3, 0, 0]), ([1, 1, 1], [0, 4, 0]), ([1, 0, 1], [5, 9, 300]),
-    ([76, 34, 146], [1, 1, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lengths_q, lengths_k",
+    [
+        ([0], [0]),
+        ([5], [0]),
+        ([0], [5]),
+        ([0, 0, 7], [3, 0, 0]),
+        ([1, 1, 1], [0, 4, 0]),
+        ([1, 0, 1], [5, 9, 300]),
+        ([76, 34, 146], [1, 1, 1]),
+    ],
+)
 def test_varlen_with_entries_of_length_zero(lengths_q, lengths_k, causal, device):
     """Rows without keys give 0, lse = +inf and no gradient; no NaN anywhere."""
     case = Case(causal=causal, heads_k=2, seqlen_q=max(lengths_q), seqlen_k=max(lengths_k))
@@ -311,9 +329,19 @@ def test_varlen_uses_seqused_k_keys_after_leftpad_k(causal, leftpad, device):
     unused = (within >= used[entry]) | (within < (0 if pad is None else pad[entry]))
     dirty_k, dirty_v = (x.masked_fill(unused[:, None, None], float("nan")) for x in (k, v))
     out, lse, _, _ = _flash_attn_varlen_forward(
-        q, dirty_k, dirty_v, cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k, 0.0, case.head_dim**-0.5, causal,
-        seqused_k=used, leftpad_k=pad,
-    )  # fmt: skip
+        q,
+        dirty_k,
+        dirty_v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        case.seqlen_q,
+        case.seqlen_k,
+        0.0,
+        case.head_dim**-0.5,
+        causal,
+        seqused_k=used,
+        leftpad_k=pad,
+    )
     reference = functools.partial(oracle.varlen_attention, causal=causal, seqused_k=used, leftpad_k=pad)
     exact, exact_lse = reference(q.double(), k.double(), v.double(), cu_seqlens_q, cu_seqlens_k)
     assert_error_ratio(out, exact, reference(q, k, v, cu_seqlens_q, cu_seqlens_k)[0], name="out")
@@ -701,8 +729,9 @@ def test_large_softcaps_are_exact(seqlen_q, softcap, device):
     inputs = case.tensors(device)
     check(case, inputs, dense(case, device), dense_oracle(case, device))
     lse = dense(case, device)(*inputs[:3])[1]
-    exact, plain = (dense_oracle(case, device)(*(x.to(dtype) for x in inputs[:3]))[1] for dtype in
-                    (torch.float64, torch.float32))  # fmt: skip
+    exact, plain = (
+        dense_oracle(case, device)(*(x.to(dtype) for x in inputs[:3]))[1] for dtype in (torch.float64, torch.float32)
+    )
     assert_error_ratio(lse, exact, plain, name="lse")
 
 
@@ -841,10 +870,16 @@ def test_dropout_keeps_the_documented_share(dropout_p, device):
     assert abs(keep.double().mean().item() - share) <= 5 * deviation
 
 
-@pytest.mark.parametrize("case", params([
-    Case(seqlen_q=97, seqlen_k=203, heads_k=2, dropout_p=0.17), Case(batch=3, seqlen_q=130, seqlen_k=17, dropout_p=0.6),
-    Case(seqlen_q=64, seqlen_k=64, head_dim=256, dropout_p=0.17, dtype="fp16"),
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    params(
+        [
+            Case(seqlen_q=97, seqlen_k=203, heads_k=2, dropout_p=0.17),
+            Case(batch=3, seqlen_q=130, seqlen_k=17, dropout_p=0.6),
+            Case(seqlen_q=64, seqlen_k=64, head_dim=256, dropout_p=0.17, dtype="fp16"),
+        ]
+    ),
+)
 def test_dropout_mask_is_a_function_of_rng_state(case, device):
     q, k, v, _ = case.tensors(device)
     _, _, s_dmask, rng_state = _flash_attn_forward(

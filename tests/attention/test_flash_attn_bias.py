@@ -124,12 +124,24 @@ def test_sample_of_tiles(case, device, in_kernels):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("softcap, head_dim, seqlen_q, in_tiles", [
-    (0.0, 128, 150, True), (0.0, 64, 150, True), (1.0, 128, 150, False), (0.0, 50, 150, False), (0.0, 128, 3, False),
-])  # fmt: skip
-@pytest.mark.parametrize("sizes, dtype", [
-    ((2, 1, 1, 301), torch.bool), ((150, 304), torch.bool), ((1, 4, 150, 301), torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "softcap, head_dim, seqlen_q, in_tiles",
+    [
+        (0.0, 128, 150, True),
+        (0.0, 64, 150, True),
+        (1.0, 128, 150, False),
+        (0.0, 50, 150, False),
+        (0.0, 128, 3, False),
+    ],
+)
+@pytest.mark.parametrize(
+    "sizes, dtype",
+    [
+        ((2, 1, 1, 301), torch.bool),
+        ((150, 304), torch.bool),
+        ((1, 4, 150, 301), torch.bfloat16),
+    ],
+)
 def test_which_biases_are_copied_for_tiles(sizes, dtype, softcap, head_dim, seqlen_q, in_tiles, device):
     """On Hopper: where kernels then have tiles, and nowhere else."""
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -341,9 +353,19 @@ def test_nan_among_the_keys_that_a_mask_shows(portable, device, monkeypatch, in_
 # Gradients of biases
 
 SIZES = [  # of a bias, for 4 entries, 4 heads, 140 rows and 300 keys
-    (4, 4, 140, 300), (1, 4, 140, 300), (4, 1, 140, 300), (1, 1, 140, 300), (4, 1, 1, 300), (1, 4, 1, 300),
-    (1, 1, 1, 300), (2, 2, 4, 140, 300), (1, 2, 4, 140, 300), (2, 1, 1, 140, 300), (2, 1, 4, 1, 300), (1, 2, 1, 1, 300),
-]  # fmt: skip
+    (4, 4, 140, 300),
+    (1, 4, 140, 300),
+    (4, 1, 140, 300),
+    (1, 1, 140, 300),
+    (4, 1, 1, 300),
+    (1, 4, 1, 300),
+    (1, 1, 1, 300),
+    (2, 2, 4, 140, 300),
+    (1, 2, 4, 140, 300),
+    (2, 1, 1, 140, 300),
+    (2, 1, 4, 1, 300),
+    (1, 2, 1, 1, 300),
+]
 
 
 def gradient_of_bias(inputs, bias, dout, **options):

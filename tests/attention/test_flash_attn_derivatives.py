@@ -104,10 +104,24 @@ def problem(name, device):
 
 
 NAMES = [
-    "plain", "causal, softcap", "ALiBi", "rows without keys", "sink", "sink and bias", "mask", "bias of groups",
-    "chunks", "two ranges", "causal of each entry", "lengths", "dropout", "largest score",
-    "values of another head_dim", "qkvpacked", "varlen",
-]  # fmt: skip
+    "plain",
+    "causal, softcap",
+    "ALiBi",
+    "rows without keys",
+    "sink",
+    "sink and bias",
+    "mask",
+    "bias of groups",
+    "chunks",
+    "two ranges",
+    "causal of each entry",
+    "lengths",
+    "dropout",
+    "largest score",
+    "values of another head_dim",
+    "qkvpacked",
+    "varlen",
+]
 
 
 def finite_sum(function, tensors, weights):

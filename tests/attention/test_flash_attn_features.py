@@ -24,8 +24,8 @@ from flash_attn import (
 )
 from flash_attn._ops import flash_attn as flash_attn_ops
 from flash_attn._ops import flash_attn_features as with_features
-from flash_attn._reference.options import CacheOptions, Features, Options
-from flash_attn._reference.scores import Scores
+from flash_attn._reference.attention.options import CacheOptions, Features, Options
+from flash_attn._reference.attention.score_modifiers import Scores
 
 FACTORS = dict(
     lengths=[(60, 60), (50, 130), (130, 50), (1, 70), (33, 1)],
@@ -714,14 +714,18 @@ def op_arguments(device, without=""):
     return (q, k, v[..., :5].contiguous(), *features[:2]), (*options, *features[2:])
 
 
-# Kernels take all features, but for seqused_q beside a sink: both are for the ops that run in plain torch everywhere.
+# Kernels take all features, except seqused_q with a sink: both are for the ops that run in plain torch everywhere.
 OVERLOADS = [("", "seqused_q"), ("", "learnable_sink"), ("_reference", "")]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("overload, without, dtype", [
-    *((*overload, torch.bfloat16) for overload in OVERLOADS), ("_reference", "", torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overload, without, dtype",
+    [
+        *((*overload, torch.bfloat16) for overload in OVERLOADS),
+        ("_reference", "", torch.float32),
+    ],
+)
 def test_opcheck_fwd_features(overload, without, dtype, requires_grad, device):
     tensors, others = op_arguments(device, without)
     tensors = [x if x is None else x.to(dtype).requires_grad_(requires_grad) for x in tensors]
@@ -976,4 +980,4 @@ def test_a_slow_call_on_a_gpu_names_its_arguments_once(monkeypatch, recwarn):
     for _ in range(2):
         flash_attn_func(q, k, v, attn_bias=torch.zeros(1), return_max_logit=True)
     (warning,) = [str(w.message) for w in recwarn if "slower reference backend" in str(w.message)]
-    assert "attn_bias of one key and head dims 528 of keys and 528 of values" in warning
+    assert "attn_bias with one key and head dims 528 of keys and 528 of values" in warning

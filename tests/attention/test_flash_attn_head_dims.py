@@ -13,7 +13,7 @@ from features import Featured
 from problems import check
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn._reference.options import CacheOptions, Options
+from flash_attn._reference.attention.options import CacheOptions, Options
 
 PAIRS = [(192, 128), (160, 96), (129, 33), (128, 64), (64, 128), (40, 256), (320, 128), (64, 384), (512, 512)]
 PAIRS += [(264, 264), (301, 77), (320, 512)]

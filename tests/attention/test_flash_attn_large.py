@@ -20,10 +20,15 @@ from flash_attn import (
 )
 
 
-@pytest.mark.parametrize("shape", [
-    dict(batch=70_000, heads=1, heads_k=1, alibi="bh"), dict(batch=1, heads=70_000, heads_k=70_000, alibi="h"),
-    pytest.param(dict(batch=20_000, heads=8, heads_k=2, dropout_p=0.2), marks=[pytest.mark.slow, pytest.mark.cuda]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(batch=70_000, heads=1, heads_k=1, alibi="bh"),
+        dict(batch=1, heads=70_000, heads_k=70_000, alibi="h"),
+        pytest.param(dict(batch=20_000, heads=8, heads_k=2, dropout_p=0.2), marks=[pytest.mark.slow, pytest.mark.cuda]),
+    ],
+    ids=str,
+)
 @pytest.mark.same_on_cpu("shape")
 def test_more_than_65535_entries_or_heads(shape, device):
     """With dropout, S_dmask has more than 2^31 elements: 128 x 128 for each entry and head."""
@@ -199,9 +204,17 @@ def test_two_streams_at_once(device):
 
 @pytest.mark.sm90
 @pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
-@pytest.mark.parametrize("head_dim, portable, deterministic", [
-    (64, False, False), (64, False, True), (192, False, True), (256, False, True), (64, True, True), (128, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "head_dim, portable, deterministic",
+    [
+        (64, False, False),
+        (64, False, True),
+        (192, False, True),
+        (256, False, True),
+        (64, True, True),
+        (128, True, True),
+    ],
+)
 def test_backward_while_others_hold_most_multiprocessors(head_dim, portable, deterministic, device, monkeypatch):
     """Its blocks wait for one another, but for none that needs a multiprocessor yet."""
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))

@@ -14,7 +14,7 @@ from features import Featured
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache, masks
 from flash_attn._ops import flash_attn_features as with_features
-from flash_attn._reference.options import CacheOptions, Features, Options
+from flash_attn._reference.attention.options import CacheOptions, Features, Options
 
 FACTORS = dict(
     lengths=[(60, 60), (200, 333), (333, 200), (1, 300), (5, 300), (40, 1)],
@@ -189,9 +189,15 @@ def test_decoding(row, device, monkeypatch):
 
     q, added = draw(3, row["seqlen_q"], heads), [draw(3, new, heads_k) for _ in "kv"]
     caches = [draw(3, capacity, heads_k) for _ in "kv"]
-    full = [torch.cat([x[b, pad:length] if new == 0 else torch.cat([x[b, pad:length], y[b]])
-            for b, (pad, length) in enumerate(zip(pads, lengths, strict=True))])
-            for x, y in zip(caches, added, strict=True)]  # fmt: skip
+    full = [
+        torch.cat(
+            [
+                x[b, pad:length] if new == 0 else torch.cat([x[b, pad:length], y[b]])
+                for b, (pad, length) in enumerate(zip(pads, lengths, strict=True))
+            ]
+        )
+        for x, y in zip(caches, added, strict=True)
+    ]
     counts = [length + new - pad for length, pad in zip(lengths, pads, strict=True)]
     for x in caches:
         for b, (length, pad) in enumerate(zip(lengths, pads, strict=True)):
@@ -218,10 +224,18 @@ def test_decoding(row, device, monkeypatch):
         caches = [x.reshape(-1, row["page"], *x.shape[2:]) for x in caches]
         addresses["block_table"] = torch.arange(len(caches[0]), device=device).view(3, -1).int()
     out, lse = flash_attn_with_kvcache(
-        q, *caches, *(added if new else (None, None)), cache_seqlens=torch.tensor(lengths, device=device).int(),
-        num_splits=row["num_splits"], return_softmax_lse=True, learnable_sink=sink, key_ranges=ranges,
-        **options, **same, **addresses,
-    )  # fmt: skip
+        q,
+        *caches,
+        *(added if new else (None, None)),
+        cache_seqlens=torch.tensor(lengths, device=device).int(),
+        num_splits=row["num_splits"],
+        return_softmax_lse=True,
+        learnable_sink=sink,
+        key_ranges=ranges,
+        **options,
+        **same,
+        **addresses,
+    )
 
     starts = [sum(counts[:b]) for b in range(3)]
     keys = [slice(a, a + n) for a, n in zip(starts, counts, strict=True)]
@@ -229,11 +243,16 @@ def test_decoding(row, device, monkeypatch):
 
     def expected(to):
         return oracle.featured_attention(
-            *(x.to(to) for x in (q.flatten(0, 1), *full)), rows, keys, causal=flags, window_size=row["window"],
+            *(x.to(to) for x in (q.flatten(0, 1), *full)),
+            rows,
+            keys,
+            causal=flags,
+            window_size=row["window"],
             key_ranges=ranges if ranges is None else lambda b, _: ranges[b],
-            attn_bias=bias if bias is None else lambda b, _: same["attn_bias"][b], attention_chunk=row["chunk"],
+            attn_bias=bias if bias is None else lambda b, _: same["attn_bias"][b],
+            attention_chunk=row["chunk"],
             learnable_sink=sink if sink is None else sink.to(to),
-        )  # fmt: skip
+        )
 
     exact, plain = expected(torch.double), expected(dtype)
     assert_error_ratio(out.flatten(0, 1), exact[0], plain[0], name="out")
@@ -255,12 +274,12 @@ CALLS = {  # what of a call is beyond kernels -> its arguments
         PLAIN,
         RANGES._replace(attention_chunk=3, causal=NUMBERS, attn_bias=torch.zeros(2, 1, 1, 8, 8)),
     ),
-    "attn_bias of one key": (Q, V, PLAIN, SINK._replace(attn_bias=torch.zeros(1, 1, 1, 1, 1))),
+    "attn_bias with one key": (Q, V, PLAIN, SINK._replace(attn_bias=torch.zeros(1, 1, 1, 1, 1))),
     "attn_bias of dtype torch.float64": (Q, V, PLAIN, SINK._replace(attn_bias=torch.zeros(1, 1, 1, 1, 8).double())),
-    "key_ranges of two intervals": (Q, V, PLAIN, Features(key_ranges=torch.zeros(1, 1, 8, 4).int())),
-    "seqused_q beside learnable_sink": (Q, V, PLAIN, SINK._replace(seqused_q=NUMBERS)),
-    "seqused_q beside alibi_slopes": (Q, V, PLAIN._replace(alibi_slopes=torch.zeros(4)), Features(seqused_q=NUMBERS)),
-    "causal of each entry beside rotary_cos": (Q, V, CACHED._replace(rotary_cos=Q), Features(causal=NUMBERS)),
+    "key_ranges with two intervals": (Q, V, PLAIN, Features(key_ranges=torch.zeros(1, 1, 8, 4).int())),
+    "seqused_q with learnable_sink": (Q, V, PLAIN, SINK._replace(seqused_q=NUMBERS)),
+    "seqused_q with alibi_slopes": (Q, V, PLAIN._replace(alibi_slopes=torch.zeros(4)), Features(seqused_q=NUMBERS)),
+    "causal as a tensor with rotary_cos": (Q, V, CACHED._replace(rotary_cos=Q), Features(causal=NUMBERS)),
     "head dims 64 of keys and 520 of values": (Q, torch.zeros(2, 8, 4, 520), PLAIN, SINK),
 }
 

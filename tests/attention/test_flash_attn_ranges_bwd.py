@@ -12,7 +12,7 @@ from features import Featured
 
 from flash_attn import flash_attn_func, masks
 from flash_attn._ops import flash_attn_features as with_features
-from flash_attn._reference.options import Features, Options
+from flash_attn._reference.attention.options import Features, Options
 
 SEQLEN = 330
 ROWS = torch.arange(SEQLEN)

@@ -119,10 +119,17 @@ def test_varlen_softmax_d_and_gradients_without_queries_are_zero(head_dim, devic
 
 
 @pytest.mark.parametrize("with_out", [True, False])
-@pytest.mark.parametrize("case", params([
-    Case(heads_k=2, seqlen_q=65, seqlen_k=97), Case(causal=True, seqlen_q=97, seqlen_k=33, dtype="fp16"),
-    Case(window=(20, 3), alibi="h", softcap=2.0, dropout_p=0.17), Case(dtype="fp32", causal=True),
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    params(
+        [
+            Case(heads_k=2, seqlen_q=65, seqlen_k=97),
+            Case(causal=True, seqlen_q=97, seqlen_k=33, dtype="fp16"),
+            Case(window=(20, 3), alibi="h", softcap=2.0, dropout_p=0.17),
+            Case(dtype="fp32", causal=True),
+        ]
+    ),
+)
 def test_gradient_through_lse(case, with_out, device):
     if with_out:
         check(case, case.tensors(device), dense(case, device), dense_oracle(case, device), with_dlse=True)
@@ -287,10 +294,15 @@ def test_forward_and_key_gradients_are_always_equal_bit_by_bit(device):
         assert all(torch.equal(x, y) for x, y in zip(run(), first, strict=True))
 
 
-@pytest.mark.parametrize("case", params([
-    *(case.but(deterministic=flag) for case in DETERMINISTIC for flag in (False, True)),
-    Case(dtype="fp32", seqlen_q=129, seqlen_k=257, heads_k=2, causal=True),
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    params(
+        [
+            *(case.but(deterministic=flag) for case in DETERMINISTIC for flag in (False, True)),
+            Case(dtype="fp32", seqlen_q=129, seqlen_k=257, heads_k=2, causal=True),
+        ]
+    ),
+)
 def test_torchs_switch_of_deterministic_algorithms_changes_nothing(case, device):
     """All other tests run with it, since it fills new memory with NaN; the argument alone chooses the algorithm."""
     *inputs, dout = case.tensors(device)

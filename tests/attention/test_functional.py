@@ -181,8 +181,10 @@ def test_combine(dtype, device):
 
     def merged(q, k, v, sink):
         sinks = sink, None, None
-        parts = [flash_attn_func(q, k, v, causal=True, key_ranges=r, learnable_sink=s, return_lse=True)
-                 for r, s in zip(ranges, sinks, strict=True)]  # fmt: skip
+        parts = [
+            flash_attn_func(q, k, v, causal=True, key_ranges=r, learnable_sink=s, return_lse=True)
+            for r, s in zip(ranges, sinks, strict=True)
+        ]
         return functional.combine(*(torch.stack(x) for x in zip(*parts, strict=True)))
 
     def exact(q, k, v, sink):
@@ -233,40 +235,52 @@ BAD = {
     "outs of integers": (lambda q, k: functional.combine(q.long(), k), TypeError, "outs must have dtype"),
     "a dtype by name": (
         lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out_dtype="bf16"),
-        TypeError, "out_dtype must be torch.float16 or .*, found 'bf16'",
+        TypeError,
+        "out_dtype must be torch.float16 or .*, found 'bf16'",
     ),
     "out of integers": (
-        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q.long()), TypeError, "out must have dtype"
+        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q.long()),
+        TypeError,
+        "out must have dtype",
     ),
     "out of other shape": (
-        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q[:1]), ValueError, "out must have shape"
+        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q[:1]),
+        ValueError,
+        "out must have shape",
     ),
     "out of other dtype": (
         lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q.clone(), out_dtype=torch.float16),
-        TypeError, "out must have dtype torch.float16, found torch.float32",
+        TypeError,
+        "out must have dtype torch.float16, found torch.float32",
     ),
     "lses of other shape": (lambda q, k: functional.combine(q, q), ValueError, "lses must have shape"),
     "a number": (lambda q, k: functional.combine(1, q), TypeError, "outs must be a torch.Tensor"),
     "packed queries": (lambda q, k: functional.column_sums(q[0], k), ValueError, "q must have 4 dimensions"),
     "an unknown option": (
-        lambda q, k: functional.row_max(q, k, bias=q), TypeError, r"^row_max\(\) takes .*attn_bias, .*found bias$"
+        lambda q, k: functional.row_max(q, k, bias=q),
+        TypeError,
+        r"^row_max\(\) takes .*attn_bias, .*found bias$",
     ),
     "packed rows": (
         lambda q, k: functional.row_max_and_sum(q, k, cu_seqlens_q=q),
-        TypeError, r"^row_max_and_sum\(\) takes .*found cu_seqlens_q$"
+        TypeError,
+        r"^row_max_and_sum\(\) takes .*found cu_seqlens_q$",
     ),
     "dropout": (lambda q, k: functional.weights(q, k, dropout_p=0.5), TypeError, r"^weights\(\) .*found dropout_p$"),
     "another result": (
         lambda q, k: functional.column_sums(q, k, return_lse=True),
-        TypeError, r"^column_sums\(\) takes .*found return_lse$"
+        TypeError,
+        r"^column_sums\(\) takes .*found return_lse$",
     ),
     "a list": (lambda q, k: functional.column_sums([1], k), TypeError, "q must be a torch.Tensor, found list"),
     "rows before the last": (
-        lambda q, k: functional.column_sums(q, k, -1), ValueError, "last_rows must be at least 0, found -1"
+        lambda q, k: functional.column_sums(q, k, -1),
+        ValueError,
+        "last_rows must be at least 0, found -1",
     ),
     "half a row": (lambda q, k: functional.column_sums(q, k, 0.5), ValueError, "last_rows must be a whole number"),
     "lse of other shape": (lambda q, k: functional.weights(q, k, q), ValueError, "softmax_lse must have shape"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -11,7 +11,7 @@ from compare import assert_error_ratio, largest_error
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn._reference.options import CacheOptions
+from flash_attn._reference.attention.options import CacheOptions
 
 
 @pytest.mark.slow
@@ -67,11 +67,16 @@ def test_only_the_caches_are_written(case, device):
 
 
 @pytest.mark.parametrize("num_splits", [2, 3, 8, 127, 128, 0, -1])
-@pytest.mark.parametrize("case", params([
-    CacheCase(seqlen_q=1, seqlen_k=900, heads=8, heads_k=2, lengths="tensor"),
-    CacheCase(seqlen_q=5, seqlen_k=700, causal=True, page=16, seqlen_new=5, head_dim=128),
-    CacheCase(seqlen_q=3, seqlen_k=513, window=(100, 20), alibi="h", leftpad=True),
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    params(
+        [
+            CacheCase(seqlen_q=1, seqlen_k=900, heads=8, heads_k=2, lengths="tensor"),
+            CacheCase(seqlen_q=5, seqlen_k=700, causal=True, page=16, seqlen_new=5, head_dim=128),
+            CacheCase(seqlen_q=3, seqlen_k=513, window=(100, 20), alibi="h", leftpad=True),
+        ]
+    ),
+)
 def test_splitting_the_keys_changes_only_rounding(case, num_splits, device):
     def run(num_splits):
         return flash_attn_with_kvcache(**dict(case.arguments(device), num_splits=num_splits), return_softmax_lse=True)
@@ -86,10 +91,16 @@ def assert_same_however_split(found, expected_results):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("case", params([
-    CacheCase(seqlen_q=1, seqlen_k=900, heads=8, heads_k=2, head_dim=head_dim, page=page, seqlen_new=1)
-    for head_dim in (59, 64, 128, 256, 512) for page in (0, 16)
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    params(
+        [
+            CacheCase(seqlen_q=1, seqlen_k=900, heads=8, heads_k=2, head_dim=head_dim, page=page, seqlen_new=1)
+            for head_dim in (59, 64, 128, 256, 512)
+            for page in (0, 16)
+        ]
+    ),
+)
 def test_with_little_shared_memory(case, device, little_shared_memory):
     """Decoding has fewer warps there."""
     check(case, case.arguments(device))
@@ -144,9 +155,12 @@ def test_rotary_rows_are_absolute_positions(device):
     start = int(arguments["cache_seqlens"][1])
     flash_attn_with_kvcache(**arguments)
     rotated = oracle.rotate(
-        arguments["k"][1].double(), arguments["rotary_cos"].double(), arguments["rotary_sin"].double(),
-        torch.arange(start, start + 4), interleaved=True,
-    )  # fmt: skip
+        arguments["k"][1].double(),
+        arguments["rotary_cos"].double(),
+        arguments["rotary_sin"].double(),
+        torch.arange(start, start + 4),
+        interleaved=True,
+    )
     torch.testing.assert_close(arguments["k_cache"][1, start : start + 4].double(), rotated, rtol=2**-8, atol=2**-9)
 
 

@@ -125,10 +125,14 @@ def test_sizes_beyond_every_key(name):
 def test_sizes_may_be_whole_floats():
     def built(two):
         return [
-            masks.documents(CU_SEQLENS, 3 * two), masks.prefix_lm(two, two, 2 * two), masks.image_groups(IDS, two),
-            masks.chunks(two, two), masks.sink_and_window(two, (two, two), two), masks.top_left_causal(two),
+            masks.documents(CU_SEQLENS, 3 * two),
+            masks.prefix_lm(two, two, 2 * two),
+            masks.image_groups(IDS, two),
+            masks.chunks(two, two),
+            masks.sink_and_window(two, (two, two), two),
+            masks.top_left_causal(two),
             masks.to_bool(CU_SEQLENS[:, :4].int(), two),
-        ]  # fmt: skip
+        ]
 
     for one, two in zip(built(2.0), built(2), strict=True):
         assert torch.equal(one, two)

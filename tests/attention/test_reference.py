@@ -15,11 +15,12 @@ from compare import assert_error_ratio
 from problems import SMALL, make_problem, possible
 
 from flash_attn import _torch_private
-from flash_attn._reference import flash_attn as reference
-from flash_attn._reference import groups
-from flash_attn._reference.dropout import keep_mask, keep_threshold, philox
-from flash_attn._reference.mask import Mask
-from flash_attn._reference.options import CacheOptions, Options
+from flash_attn._reference import attention as reference
+from flash_attn._reference.attention import head_groups
+from flash_attn._reference.attention.dropout import keep_mask, keep_threshold
+from flash_attn._reference.attention.mask import Mask
+from flash_attn._reference.attention.options import CacheOptions, Options
+from flash_attn._reference.philox import philox
 
 SEED, OFFSET = -0x1234567890ABCDEF, 2**40 + 7  # more than 32 bits each
 
@@ -62,7 +63,7 @@ FACTORS = dict(
 @pytest.mark.parametrize("case", params(make_problem(**row) for row in cover(FACTORS, valid=possible)))
 def test_blocks_of_any_size(case, blocks, monkeypatch):
     for name, size in zip(("_BLOCK_SCORES", "_BLOCK_ROWS", "_BLOCK_COLS", "_GROUP_KEYS"), blocks, strict=True):
-        monkeypatch.setattr(groups, name, size)
+        monkeypatch.setattr(head_groups, name, size)
     without_the_operator(monkeypatch)
     case.check(torch.device("cpu"))
 
@@ -449,10 +450,13 @@ print(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "causal"))
 """
 
 
-@pytest.mark.parametrize("seqlen, heads, mask, megabytes", [
-    (8192, 2, "causal", 64),  # one matrix of scores would be 256
-    pytest.param(16384, 16, "full", 256, marks=pytest.mark.slow),  # a matrix for each head: 16384
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seqlen, heads, mask, megabytes",
+    [
+        (8192, 2, "causal", 64),  # one matrix of scores would be 256
+        pytest.param(16384, 16, "full", 256, marks=pytest.mark.slow),  # a matrix for each head: 16384
+    ],
+)
 def test_memory_grows_with_the_sequence_not_with_its_square(seqlen, heads, mask, megabytes):
     arguments = [sys.executable, "-c", MEASURE, str(seqlen), str(heads), mask]
     result = subprocess.run(

@@ -447,8 +447,8 @@ NUMBER_VALUE_ERRORS = [
     (dict(alibi_slopes=torch.ones(3, 4)), r"alibi_slopes must .*\(4,\) or \(2, 4\), found \(3, 4\)"),
     (dict(alibi_slopes=torch.ones(2, 4, 1)), r"alibi_slopes must .*found \(2, 4, 1\)"),
     (dict(alibi_slopes=torch.ones(4, requires_grad=True)), r"alibi_slopes must not require grad"),
-    (dict(softmax_scale=torch.tensor(0.1, requires_grad=True)), r"softmax_scale must not require grad, as it gets"),
-    (dict(softcap=torch.tensor(30.0, requires_grad=True)), r"softcap must not require grad, as it gets"),
+    (dict(softmax_scale=torch.tensor(0.1, requires_grad=True)), r"softmax_scale must not require grad, since no"),
+    (dict(softcap=torch.tensor(30.0, requires_grad=True)), r"softcap must not require grad, since no"),
     (dict(alibi_slopes=torch.ones(4, device="meta")), r"alibi_slopes must .*found it on meta"),
 ]
 FLAGS = {"causal", "deterministic", "return_attn_probs"}
@@ -545,7 +545,7 @@ def test_a_cache_call_says_that_it_has_no_gradient(name):
     good = cache("cpu") if "cache" in name else appending("cpu")  # a cache that is written must not require grad
     good |= dict(learnable_sink=torch.zeros(good["q"].shape[2]), attn_bias=torch.zeros(1))
     good[name].requires_grad_()
-    says = rf"got {name} with requires_grad=True, but such calls have no gradient: the result has none. .*no_grad\(\)"
+    says = rf"{name} requires grad, but a call with a cache computes no gradients\. .*no_grad\(\)"
     with pytest.warns(RuntimeWarning, match=says):
         assert not flash_attn.flash_attn_with_kvcache(**good).requires_grad
     _library.warn_once.cache_clear()
@@ -558,16 +558,25 @@ ODD = {  # what callers pass -> (function, arguments), and the usual arguments t
     "tensors": (
         "varlen",
         dict(
-            dropout_p=torch.tensor(0.0), softmax_scale=torch.tensor(0.5), softcap=torch.tensor(2),
-            window_size=(torch.tensor(2), torch.tensor(-1)), max_seqlen_q=torch.tensor(5), deterministic=1,
+            dropout_p=torch.tensor(0.0),
+            softmax_scale=torch.tensor(0.5),
+            softcap=torch.tensor(2),
+            window_size=(torch.tensor(2), torch.tensor(-1)),
+            max_seqlen_q=torch.tensor(5),
+            deterministic=1,
         ),
         dict(softmax_scale=0.5, softcap=2.0, window_size=(2, -1), deterministic=True),
     ),
     "numpy": (
         "varlen",
         dict(
-            dropout_p=np.float64(0), softmax_scale=np.float32(0.5), softcap=np.array(2.0), causal=np.True_,
-            window_size=np.array([2, -1]), max_seqlen_q=np.int64(5), max_seqlen_k=np.array(7),
+            dropout_p=np.float64(0),
+            softmax_scale=np.float32(0.5),
+            softcap=np.array(2.0),
+            causal=np.True_,
+            window_size=np.array([2, -1]),
+            max_seqlen_q=np.int64(5),
+            max_seqlen_k=np.array(7),
         ),
         dict(softmax_scale=0.5, softcap=2.0, window_size=(2, -1), causal=True),
     ),
@@ -580,9 +589,11 @@ ODD = {  # what callers pass -> (function, arguments), and the usual arguments t
     "None in decoding": ("kvcache", dict(softcap=None, num_splits=None, rotary_interleaved=None), {}),
     "lengths": ("kvcache", dict(cache_seqlens=np.int64(4), num_splits=2.0), dict(cache_seqlens=4, num_splits=2)),
     "a float and a tensor": (
-        "kvcache", dict(cache_seqlens=4.0, num_splits=torch.tensor(2)), dict(cache_seqlens=4, num_splits=2)
+        "kvcache",
+        dict(cache_seqlens=4.0, num_splits=torch.tensor(2)),
+        dict(cache_seqlens=4, num_splits=2),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ODD)

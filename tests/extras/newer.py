@@ -37,9 +37,16 @@ def assert_model_is_right(family, options, padded, implementation, device):
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=101, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, **options,
-    )  # fmt: skip
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        **options,
+    )
     config._experts_implementation = "eager"  # the only one for float64
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(device).eval()
     tokens = torch.randint(1, 101, (2, 17), device=device)

@@ -158,9 +158,16 @@ def test_packed_queries_over_a_cache(kind, length, device):
         k, v = (x.reshape(8, 6, 2, 64) for x in (k, v))
         where, rows = dict(page_table=table), [x[table.long()].flatten(1, 2) for x in (k, v)]
     out, lse = fa3.flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=filled, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=5, causal=True,
-        return_softmax_lse=True, **where,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cache_seqlens=filled,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=5,
+        causal=True,
+        return_softmax_lse=True,
+        **where,
+    )
     first = where.get("cache_leftpad", [0, 0, 0])
     for b, n in enumerate(lengths_of(capacity if filled is None else filled, 3)):
         queries, seen = slice(bounds[b], bounds[b + 1]), slice(int(first[b]), n)
@@ -256,19 +263,43 @@ def problem(device):
 
 FORWARDS = {
     "diffusers": lambda q, k, v: fa3._flash_attn_forward(
-        q, k, v, *[None] * 20, softmax_scale=None, causal=True, window_size_left=-1, window_size_right=-1,
-        attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, sm_margin=0,
+        q,
+        k,
+        v,
+        *[None] * 20,
+        softmax_scale=None,
+        causal=True,
+        window_size_left=-1,
+        window_size_right=-1,
+        attention_chunk=0,
+        softcap=0.0,
+        num_splits=1,
+        pack_gqa=None,
+        sm_margin=0,
     ),
     "yunchang": lambda q, k, v: fa3._flash_attn_forward(
-        q=q, k=k, v=v, k_new=None, v_new=None, qv=None, out=None, seqused_k=None, page_table=None, kv_batch_idx=None,
-        seqlens_rotary=None, causal=True, window_size=(-1, -1), rotary_interleaved=True, scheduler_metadata=None,
+        q=q,
+        k=k,
+        v=v,
+        k_new=None,
+        v_new=None,
+        qv=None,
+        out=None,
+        seqused_k=None,
+        page_table=None,
+        kv_batch_idx=None,
+        seqlens_rotary=None,
+        causal=True,
+        window_size=(-1, -1),
+        rotary_interleaved=True,
+        scheduler_metadata=None,
         num_splits=0,
     ),
     "Megatron-LM": lambda q, k, v: fa3._flash_attn_forward(
         q=q, k=k, v=v, out_=None, out=None, window_size=(-1, -1), window_size_left=-1, window_size_right=-1, causal=True
     ),
     "ops": lambda q, k, v: fa3.flash_attn_3_gpu.fwd(q, k, v, *[None] * 20, None, True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call", FORWARDS.values(), ids=FORWARDS)
@@ -293,10 +324,19 @@ def test_private_forward_writes_out(name, problem):
 BACKWARDS = {
     "TransformerEngine": dict(is_causal=True, window_size_left=-1, window_size_right=0, deterministic=True),
     "yunchang": dict(
-        cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, sm_margin=0,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        sequed_q=None,
+        sequed_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        softmax_scale=None,
+        causal=True,
+        window_size=(-1, -1),
+        softcap=0.0,
+        sm_margin=0,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", BACKWARDS.values(), ids=BACKWARDS)
@@ -353,8 +393,10 @@ def test_private_backward_of_features(forward, backward, head_dim_v, device, req
         lambda *x: flash_attn.flash_attn_func(
             *x, deterministic=True, return_lse=True, seqused_q=used[0], seqused_k=used[1], **forward
         ),
-        (q, k, v), dout, torch.zeros(2, 4, 33, device=device),
-    )  # fmt: skip
+        (q, k, v),
+        dout,
+        torch.zeros(2, 4, 33, device=device),
+    )
     targets = [torch.full_like(x, math.nan) for x in (q, k, v)]
     fa3._flash_attn_backward(
         dout, q, k, v, out, unseen(lse), None, None, *used, None, None, *targets, deterministic=True, **backward
@@ -569,8 +611,11 @@ def test_transformers_finds_the_functions(transformers_fa3):
     assert inspect.unwrap(cached) is fa3.flash_attn_with_kvcache
     supported = of_varlen.keywords["supports_mapping"]
     assert {name for name in ("window_size", "softcap", "deterministic", "s_aux", "dropout_p") if supported[name]} == {
-        "window_size", "softcap", "deterministic", "s_aux",
-    }  # fmt: skip
+        "window_size",
+        "softcap",
+        "deterministic",
+        "s_aux",
+    }
     supported = of_cache.keywords["supports_mapping"]
     assert supported["page_table"] and not supported["block_table"] and supported["cache_seqlens"]
 

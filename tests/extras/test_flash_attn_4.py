@@ -129,8 +129,10 @@ def test_backward_of_an_offset(device):
     *inputs, dout = WIDE.tensors(device)
     out, lse, *expected = run(
         lambda *x: fa4.flash_attn_func(*x, window_size=(None, -2), return_lse=True),
-        inputs, dout, torch.zeros(2, 4, 33, device=device),
-    )  # fmt: skip
+        inputs,
+        dout,
+        torch.zeros(2, 4, 33, device=device),
+    )
     targets = [torch.full_like(x, math.nan) for x in inputs]
     given = dict(zip(("dq", "dk", "dv"), targets))
     found = fa4._flash_attn_bwd(*inputs, out, dout, lse, window_size_right=-2, **given)
@@ -231,7 +233,7 @@ def test_other_refusals(device):
         fa4.flash_attn_varlen_func(q[0], k, v, cu_seqlens_q=cu_seqlens)
     with pytest.raises(ValueError, match="cu_seqlens_k must be None with page_table"):
         fa4.flash_attn_varlen_func(q[0], k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, page_table=table)
-    with pytest.raises(NotImplementedError, match="seqused_q must be None where dense queries meet pages"):
+    with pytest.raises(NotImplementedError, match="seqused_q must be None with dense queries and pages"):
         fa4.flash_attn_varlen_func(q, k, v, seqused_q=ints(device, 2), page_table=table)
     with pytest.raises(ValueError, match=r"one of cu_seqlens_q, .* must be given"):
         fa4.get_scheduler_metadata(4, 4, 4, 4, 64, 1)
@@ -307,9 +309,18 @@ def test_torch(packed, torch_fa4, device):
     out, lse = (x.detach() for x in ours(q, k, v))
     _, _, *grads = run(ours, (q, k, v), dout, torch.zeros_like(lse))
     arguments = dict(
-        query=q, key=k, value=v, cu_seq_q=bounds[0], cu_seq_k=bounds[1], max_q=lengths[0], max_k=lengths[1], scale=0.2,
-        is_causal=True, window_size_left=-1, window_size_right=-1,
-    )  # fmt: skip
+        query=q,
+        key=k,
+        value=v,
+        cu_seq_q=bounds[0],
+        cu_seq_k=bounds[1],
+        max_q=lengths[0],
+        max_k=lengths[1],
+        scale=0.2,
+        is_causal=True,
+        window_size_left=-1,
+        window_size_right=-1,
+    )
     target = torch.empty_like(out)
     assert_all_equal(called(torch_fa4._fa4_run_forward, **arguments, out=target), (out, lse))
     assert torch.equal(target, out)

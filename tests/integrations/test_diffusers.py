@@ -70,14 +70,24 @@ def test_a_model(device, monkeypatch):
     original = door.flash_attn_func
     monkeypatch.setattr(door, "flash_attn_func", lambda *x, **y: calls.append(1) or original(*x, **y))
     model = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(4, 4, 8),
-    ).to(device)  # fmt: skip
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        axes_dims_rope=(4, 4, 8),
+    ).to(device)
     batch = {
-        "hidden_states": torch.randn(1, 6, 4), "encoder_hidden_states": torch.randn(1, 3, 8),
-        "pooled_projections": torch.randn(1, 8), "timestep": torch.ones(1), "img_ids": torch.zeros(6, 3),
+        "hidden_states": torch.randn(1, 6, 4),
+        "encoder_hidden_states": torch.randn(1, 3, 8),
+        "pooled_projections": torch.randn(1, 8),
+        "timestep": torch.ones(1),
+        "img_ids": torch.zeros(6, 3),
         "txt_ids": torch.zeros(3, 3),
-    }  # fmt: skip
+    }
     batch = {name: x.to(device) for name, x in batch.items()}
     results = []
     for backend in ("native", NAME):
@@ -97,7 +107,7 @@ def test_the_name_is_a_member():
     assert list(AttentionBackendName).count(member) == 1
     model = FluxTransformer2DModel(
         in_channels=4, num_layers=0, num_single_layers=1, attention_head_dim=16, num_attention_heads=1
-    )  # fmt: skip
+    )
     try:
         model.set_attention_backend(NAME)
         assert [x.processor._attention_backend for x in model.modules() if hasattr(x, "processor")] == [member]

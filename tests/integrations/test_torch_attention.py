@@ -68,9 +68,7 @@ def test_varlen_attn(window, device, activated):
     from torch.nn.attention.varlen import varlen_attn
 
     lengths_q, lengths_k = [3, 0, 5], [4, 2, 5]
-    bounds_q, bounds_k = (
-        torch.tensor([0, *x], device=device).cumsum(0).int() for x in (lengths_q, lengths_k)
-    )  # fmt: skip
+    bounds_q, bounds_k = (torch.tensor([0, *x], device=device).cumsum(0).int() for x in (lengths_q, lengths_k))
 
     # Older versions take groups of heads without being told.
     gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -49,10 +49,19 @@ def vit():
 
 def arguments(folder, cls=transformers.TrainingArguments, **options):
     usual = dict(
-        output_dir=str(folder), max_steps=6, learning_rate=1e-2, per_device_train_batch_size=4, logging_steps=1,
-        report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", seed=1, lr_scheduler_type="constant",
+        output_dir=str(folder),
+        max_steps=6,
+        learning_rate=1e-2,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=1,
+        lr_scheduler_type="constant",
         dataloader_pin_memory=False,
-    )  # fmt: skip
+    )
     return cls(**usual | options)
 
 

@@ -69,9 +69,7 @@ FUNCTIONS = {
         chunked_causal_mask_function(4, torch.tensor([0, 3])), chunked_causal_mask_function(6, torch.tensor([0, 0]))
     ),
     "images": or_masks(causal_mask_function, masking_utils.blockwise_overlay(IMAGES)),
-    "images in a window": or_masks(
-        sliding_window_causal_mask_function(3), masking_utils.blockwise_overlay(IMAGES)
-    ),
+    "images in a window": or_masks(sliding_window_causal_mask_function(3), masking_utils.blockwise_overlay(IMAGES)),
     "packed": packed(causal_mask_function),
     "packed, window": packed(sliding_window_causal_mask_function(2)),
     "packed, full": packed(bidirectional_mask_function),
@@ -80,7 +78,7 @@ FUNCTIONS = {
     "documents that come again": packed_sequence_mask_function(IMAGES),
     "a first key and neighbours": own_and_next_keys,
     "many ranges": and_masks(causal_mask_function, every_other_key),
-}  # fmt: skip
+}
 ONLY_SQUARE = {  # they know the tokens of a prefill
     name for name in FUNCTIONS if name.startswith(("packed", "documents", "images"))
 }
@@ -135,9 +133,14 @@ def as_bool(seen, shape):
 def test_masks_are_those_of_transformers(function, size, padding):
     q_length, kv_length, q_offset, kv_offset = SIZES[size]
     arguments = {
-        "batch_size": BATCH, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
-        "mask_function": FUNCTIONS[function], "attention_mask": PADDING[padding],
-    }  # fmt: skip
+        "batch_size": BATCH,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": FUNCTIONS[function],
+        "attention_mask": PADDING[padding],
+    }
     expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
     mask = door.mask(**arguments)
     assert torch.equal(as_bool(mask.seen, expected.shape), expected)
@@ -170,9 +173,15 @@ def test_masks_take_the_fastest_form(case):
     function, size, padding = case
     q_length, kv_length, q_offset, kv_offset = SIZES[size]
     mask = door.mask(
-        BATCH, q_length, kv_length, q_offset, kv_offset, FUNCTIONS[function], PADDING[padding],
+        BATCH,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        FUNCTIONS[function],
+        PADDING[padding],
         allow_is_causal_skip=False,
-    )  # fmt: skip
+    )
     given = tuple(
         name for name in ("key_ranges", "seqused_k", "attn_bias", "documents") if getattr(mask.seen, name) is not None
     )
@@ -198,12 +207,21 @@ def test_masks_are_tensors_where_a_model_treats_them_so():
     assert mask.shape == dense.shape and mask.dtype == dense.dtype and mask.ndim == mask.dim() == 4
     assert mask.device == dense.device
     for function in (
-        lambda x: x[:, :, :, :3], lambda x: torch.cat([x, x], 3), lambda x: torch.where(x, 0.0, 1.0),
-        lambda x: ~x, lambda x: x & PADDING["left"][:, None, None], lambda x: x.expand(-1, 3, -1, -1),
-        lambda x: x | x[..., :1], lambda x: x.to(torch.float32), lambda x: x.to("cpu")[:, 0],
-        lambda x: torch.zeros(1).expand(dense.shape).masked_fill(x, 2), lambda x: dense & x,
-        lambda x: x == dense, lambda x: x != dense[:, :, :1], lambda x: dense == x,
-    ):  # fmt: skip
+        lambda x: x[:, :, :, :3],
+        lambda x: torch.cat([x, x], 3),
+        lambda x: torch.where(x, 0.0, 1.0),
+        lambda x: ~x,
+        lambda x: x & PADDING["left"][:, None, None],
+        lambda x: x.expand(-1, 3, -1, -1),
+        lambda x: x | x[..., :1],
+        lambda x: x.to(torch.float32),
+        lambda x: x.to("cpu")[:, 0],
+        lambda x: torch.zeros(1).expand(dense.shape).masked_fill(x, 2),
+        lambda x: dense & x,
+        lambda x: x == dense,
+        lambda x: x != dense[:, :, :1],
+        lambda x: dense == x,
+    ):
         assert torch.equal(function(mask), function(dense))
     assert door.mask(BATCH, SEQLEN, SEQLEN, attention_mask=mask) is mask
     assert isinstance(mask.to("cpu"), door.Mask) and mask.contiguous() is mask
@@ -213,10 +231,15 @@ def test_masks_are_tensors_where_a_model_treats_them_so():
 @pytest.mark.parametrize(
     "add",
     [
-        lambda x, y: x + y, lambda x, y: y + x, torch.add, lambda x, y: x.add(y), lambda x, y: x.clone().add_(y),
-        lambda x, y: operator.iadd(x.clone(), y), lambda x, y: torch.add(x, other=y),
+        lambda x, y: x + y,
+        lambda x, y: y + x,
+        torch.add,
+        lambda x, y: x.add(y),
+        lambda x, y: x.clone().add_(y),
+        lambda x, y: operator.iadd(x.clone(), y),
+        lambda x, y: torch.add(x, other=y),
     ],
-)  # fmt: skip
+)
 def test_masks_are_added_as_eager_attention_adds_them(add, dtype):
     arguments = {"batch_size": BATCH, "q_length": SEQLEN, "kv_length": SEQLEN, "attention_mask": PADDING["left"]}
     scores = torch.randn(BATCH, 3, SEQLEN, SEQLEN).to(dtype)
@@ -246,21 +269,27 @@ CALLS = {  # heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim of values; a
     "full": ((4, 4, 9, 9, 16, 16), {"is_causal": False}, {}),
     "causal, as the module says": ((4, 2, 9, 9, 16, 16), {}, {"causal": True}),
     "scaling, softcap": (
-        (4, 2, 9, 9, 16, 16), {"scaling": 0.7, "softcap": 2.0}, {"causal": True, "softmax_scale": 0.7, "softcap": 2.0},
+        (4, 2, 9, 9, 16, 16),
+        {"scaling": 0.7, "softcap": 2.0},
+        {"causal": True, "softmax_scale": 0.7, "softcap": 2.0},
     ),
     "a window": ((4, 2, 9, 9, 16, 16), {"sliding_window": 3}, {"causal": True, "window_size": (2, 0)}),
     "a window on both sides": (
-        (4, 2, 9, 9, 16, 16), {"sliding_window": 3, "is_causal": False}, {"window_size": (2, 2)},
+        (4, 2, 9, 9, 16, 16),
+        {"sliding_window": 3, "is_causal": False},
+        {"window_size": (2, 2)},
     ),
     "one query": ((4, 2, 1, 9, 16, 16), {"is_causal": True}, {}),
     "sinks": ((4, 2, 9, 9, 16, 16), {"s_aux": (4,)}, {"causal": True, "learnable_sink": "s_aux"}),
     "a position bias": (
-        (4, 2, 9, 9, 16, 16), {"position_bias": (1, 4, 9, 9)}, {"causal": True, "attn_bias": "position_bias"},
+        (4, 2, 9, 9, 16, 16),
+        {"position_bias": (1, 4, 9, 9)},
+        {"causal": True, "attn_bias": "position_bias"},
     ),
     "narrow values": ((4, 2, 9, 9, 192, 128), {}, {"causal": True}),
     "wide values": ((4, 4, 9, 9, 16, 32), {"is_causal": False}, {}),
     "head dim 512": ((2, 1, 9, 9, 512, 512), {}, {"causal": True}),
-}  # fmt: skip
+}
 
 
 def inputs(sizes, device, dtype=torch.float32, batch=BATCH):
@@ -368,9 +397,12 @@ def test_packed_sequences(given, device):
     if lengths is None:
         positions = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 3], device=device).expand(BATCH, -1)
         mask = door.mask(
-            BATCH, 9, 9, device=device,
+            BATCH,
+            9,
+            9,
+            device=device,
             mask_function=packed(causal_mask_function, positions, ids),
-        )  # fmt: skip
+        )
     else:
         cu_seqlens = torch.tensor([0, *lengths * BATCH], device=device).cumsum(0)
         options = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
@@ -456,9 +488,17 @@ def test_without_transformers(monkeypatch):
 # Models
 
 DECODER = {
-    "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 32, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 WINDOW_THEN_FULL = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS = {  # what differs from DECODER; None drops a field
     "llama": {},
@@ -467,25 +507,46 @@ MODELS = {  # what differs from DECODER; None drops a field
     "gemma2": {**WINDOW_THEN_FULL, "attn_logit_softcapping": 2.0},
     "gemma3_text": WINDOW_THEN_FULL,
     "gemma4_text": {  # head_dim 512 in full layers, as in the released models
-        **WINDOW_THEN_FULL, "global_head_dim": 512, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        **WINDOW_THEN_FULL,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
     },
     "gpt_oss": {**WINDOW_THEN_FULL, "num_local_experts": 2, "num_experts_per_tok": 1},
     "llama4_text": {
-        "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 4, "intermediate_size_mlp": 32,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": 4,
+        "intermediate_size_mlp": 32,
         "num_local_experts": 2,
     },
     "deepseek_v3": {  # 192 and 128, as in the released models
-        "num_key_value_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64,
-        "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1,
-        "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "head_dim": 64,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
     },
     "mimo_v2_flash": {  # sinks in the layers with a window, 192 and 128
-        **WINDOW_THEN_FULL, "head_dim": 192, "v_head_dim": 128, "n_routed_experts": 4, "moe_intermediate_size": 16,
-        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        **WINDOW_THEN_FULL,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
     },
     "bert": {},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0},
-}  # fmt: skip
+}
 AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
 GENERATING = [name for name in MODELS if name != "bert"]
 PADDED = {
@@ -496,14 +557,29 @@ PADDED = {
 
 
 def exact_attention(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None,
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    softcap=None,
+    s_aux=None,
+    position_bias=None,
     **_,
-):  # fmt: skip
+):
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, _ = oracle.attention(
-        q, k, v, softmax_scale=scaling, softcap=softcap or 0.0, learnable_sink=s_aux, attn_bias=position_bias,
+        q,
+        k,
+        v,
+        softmax_scale=scaling,
+        softcap=softcap or 0.0,
+        learnable_sink=s_aux,
+        attn_bias=position_bias,
         seen=attention_mask,
-    )  # fmt: skip
+    )
     return out, None
 
 
@@ -606,9 +682,14 @@ def test_generation(name, cache, device, monkeypatch):
     for implementation in ("eager", NAME):
         model.set_attn_implementation(implementation)
         tokens[implementation] = model.generate(
-            input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=8, min_new_tokens=8, do_sample=False,
-            cache_implementation=cache, disable_compile=True,
-        )  # fmt: skip
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
+            cache_implementation=cache,
+            disable_compile=True,
+        )
     assert torch.equal(tokens["eager"], tokens[NAME])
 
 
@@ -617,18 +698,24 @@ def test_images(device):
     text = {**DECODER, **WINDOW_THEN_FULL}
     vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
     config = transformers.Gemma3Config(
-        text_config=text, vision_config={**vision, "image_size": 16, "patch_size": 8}, mm_tokens_per_image=4,
-        image_token_index=30, boi_token_index=29, eoi_token_index=28,
-    )  # fmt: skip
+        text_config=text,
+        vision_config={**vision, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=30,
+        boi_token_index=29,
+        eoi_token_index=28,
+    )
     model = transformers.AutoModelForImageTextToText.from_config(config).to(device).eval()
     input_ids = torch.randint(3, 28, (2, 12))
     input_ids[0, 4:8] = input_ids[1, 1:5] = 30
     attention_mask = torch.ones_like(input_ids)
     attention_mask[0, :2] = 0
     batch = {
-        "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": (input_ids == 30).long(),
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "token_type_ids": (input_ids == 30).long(),
         "pixel_values": torch.randn(2, 3, 16, 16),
-    }  # fmt: skip
+    }
     batch = {key: x.to(device) for key, x in batch.items()}
     results = []
     for implementation, dtype in ((NAME, torch.float32), ("exact", torch.float64), ("eager", torch.float32)):
@@ -654,9 +741,14 @@ def test_compiled_models(name, padding, device):
 def test_models_that_add_the_mask_themselves(device):
     vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
     config = transformers.GitConfig(
-        vision_config={**vision, "image_size": 16, "patch_size": 8}, vocab_size=32, hidden_size=32,
-        intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3,
-    )  # fmt: skip
+        vision_config={**vision, "image_size": 16, "patch_size": 8},
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.3,
+    )
     model = transformers.GitForCausalLM(config).to(device).eval()
     input_ids, pixel_values = torch.randint(3, 30, (2, 10)), torch.randn(2, 3, 16, 16)
     logits = {}

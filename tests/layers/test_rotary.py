@@ -413,9 +413,14 @@ def test_packed_qkv(layout, xpos, device):
     values = queries[0], sorted(set(range(shape[2])) - set(queries[1]) - set(keys[1]))
     before = part(qkv, values), part(grad, values)
     out = apply_rotary_emb_qkv_(
-        qkv.requires_grad_(), cos, sin, *(tables_k if xpos else ()), interleaved=True, seqlen_offsets=2,
+        qkv.requires_grad_(),
+        cos,
+        sin,
+        *(tables_k if xpos else ()),
+        interleaved=True,
+        seqlen_offsets=2,
         num_heads_q=num_heads_q,
-    )  # fmt: skip
+    )
     assert out.data_ptr() == qkv.data_ptr()
     (dqkv,) = torch.autograd.grad(out, qkv, grad)
     for name, found in (("out", out), ("grad", dqkv)):
@@ -696,22 +701,40 @@ ERRORS = {
     "max_seqlen is missing": (dict(x=PACKED_X, cu_seqlens=CU_SEQLENS), ValueError, "max_seqlen must be given"),
     "max_seqlen is a float": (dict(x=PACKED_X, cu_seqlens=CU_SEQLENS, max_seqlen=6.0), TypeError, "max_seqlen"),
     "the table is shorter than max_seqlen": (
-        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS, max_seqlen=9), ValueError, "9 positions, found 8 rows"),
+        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS, max_seqlen=9),
+        ValueError,
+        "9 positions, found 8 rows",
+    ),
     "cu_seqlens is int64": (
-        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS.long(), max_seqlen=6), TypeError, "cu_seqlens must have dtype"),
+        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS.long(), max_seqlen=6),
+        TypeError,
+        "cu_seqlens must have dtype",
+    ),
     "cu_seqlens is empty": (
-        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS[:0], max_seqlen=6), ValueError, "length of cu_seqlens"),
+        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS[:0], max_seqlen=6),
+        ValueError,
+        "length of cu_seqlens",
+    ),
     "cu_seqlens has two dimensions": (
-        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS[None], max_seqlen=6), ValueError, "cu_seqlens must have 1 dimension"),
+        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS[None], max_seqlen=6),
+        ValueError,
+        "cu_seqlens must have 1 dimension",
+    ),
     "cos is on another device": (dict(cos=TABLE.to("meta")), ValueError, "cos must be on cpu"),
     "offsets are on another device": (
-        dict(seqlen_offsets=CU_SEQLENS[:2].to("meta")), ValueError, "seqlen_offsets must be on cpu"),
+        dict(seqlen_offsets=CU_SEQLENS[:2].to("meta")),
+        ValueError,
+        "seqlen_offsets must be on cpu",
+    ),
     "x is nested": (
-        dict(x=torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)), TypeError, "x must be a dense tensor"),
+        dict(x=torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)),
+        TypeError,
+        "x must be a dense tensor",
+    ),
     "x is sparse": (dict(x=X.to_sparse(), inplace=True), TypeError, "x must be a dense tensor, found torch.sparse_coo"),
     "interleaved is no bool": (dict(interleaved="no"), TypeError, "interleaved must be a bool, found 'no'"),
     "x is expanded": (dict(x=X[:1].expand(2, 5, 3, 64), inplace=True), ValueError, "x must not be expanded"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("function", [apply_rotary_emb, apply_rotary])

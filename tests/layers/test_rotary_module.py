@@ -352,9 +352,13 @@ def test_no_table_of_a_graph_is_used_again(make, device):
     backend, function, plain = Overwriting(), make(device), RotaryEmbedding(32, device=device)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     for rotate, seqlen, training in (
-        (compiled, 5, True), (compiled, 9, True), (compiled, 7, True), (compiled, 14, False), (function, 12, True),
+        (compiled, 5, True),
+        (compiled, 9, True),
+        (compiled, 7, True),
+        (compiled, 14, False),
+        (function, 12, True),
         (compiled, 6, True),
-    ):  # fmt: skip
+    ):
         backend.step()
         qkv, dout = torch.randn(2, 1, seqlen, 3, 2, 32, device=device)
         found, expected = (with_gradient(each, qkv, dout, training) for each in (rotate, plain))

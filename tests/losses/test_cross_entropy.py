@@ -801,12 +801,13 @@ ERRORS = {
     "z-loss is NaN": (dict(lse_square_scale=float("nan")), ValueError, "lse_square_scale must be finite"),
     "ignore index is None": (dict(ignore_index=None), TypeError, "ignore_index must be an integer"),
     "in place is text": (dict(inplace_backward="no"), TypeError, "inplace_backward must be a bool"),
-    "gradient in forward is text": (
-        dict(gradient_in_forward="no"), TypeError, "gradient_in_forward must be a bool"),
+    "gradient in forward is text": (dict(gradient_in_forward="no"), TypeError, "gradient_in_forward must be a bool"),
     "expanded logits": (
         dict(logits=LOGITS[:1].clone().requires_grad_().expand(3, 10), inplace_backward=True),
-        ValueError, "logits must not be expanded"),
-}  # fmt: skip
+        ValueError,
+        "logits must not be expanded",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", ERRORS)
@@ -823,7 +824,7 @@ def test_odd_but_legal():
     logits = torch.randn(3, 10)
     torch.testing.assert_close(CrossEntropyLoss(**odd)(logits, LABELS), CrossEntropyLoss(**usual)(logits, LABELS))
     learned = torch.tensor(2.0, requires_grad=True)
-    with pytest.raises(ValueError, match="logit_scale must not require grad, as it gets none"):
+    with pytest.raises(ValueError, match="logit_scale must not require grad, since no gradient is computed for it"):
         cross_entropy_loss(logits, LABELS, logit_scale=learned)
     with torch.no_grad():
         cross_entropy_loss(logits, LABELS, logit_scale=learned)

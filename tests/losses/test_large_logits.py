@@ -161,9 +161,12 @@ def test_linear(offset, reduction, device):
         exact = in_torch(logits.double(), labels, each.double(), **options)
         baseline = in_torch(logits, labels, each, **options)
         for name, ours, right, plain in zip(
-            ("loss", "dhidden"), (loss.detach(), dhidden), (exact[0] @ each.double(), exact[1]),
-            (baseline[0] @ each.double(), baseline[1]), strict=True,
-        ):  # fmt: skip
+            ("loss", "dhidden"),
+            (loss.detach(), dhidden),
+            (exact[0] @ each.double(), exact[1]),
+            (baseline[0] @ each.double(), baseline[1]),
+            strict=True,
+        ):
             plus = unavoidable(right, ours.dtype, terms=4 * (1 + right.abs().max().item()))
             assert_error_ratio(ours, right, plain, plus=plus, name=name)
 

@@ -29,8 +29,20 @@ def inputs(dtype=torch.float32, device="cpu", bias=True):
     return [tensor.to(dtype).requires_grad_() for tensor in tensors], labels
 
 
-def plain(hidden, weight, labels, bias=None, *, num_classes=None, reduction="mean", logit_scale=1.0,
-          lse_square_scale=0.0, label_smoothing=0.0, ignore_index=-100, softcap=0.0):  # fmt: skip
+def plain(
+    hidden,
+    weight,
+    labels,
+    bias=None,
+    *,
+    num_classes=None,
+    reduction="mean",
+    logit_scale=1.0,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    ignore_index=-100,
+    softcap=0.0,
+):
     """The same with all logits, in the dtype of the arguments, the loss in float32 at least."""
     logits = F.linear(hidden, weight, bias)[..., :num_classes].flatten(0, -2)
     logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
@@ -241,7 +253,7 @@ def test_odd_but_legal():
     )
     for name, value in usual.items():
         learned = torch.tensor(value, requires_grad=True)
-        with pytest.raises(ValueError, match=f"{name} must not require grad, as it gets none"):
+        with pytest.raises(ValueError, match=f"{name} must not require grad, since no gradient is computed for it"):
             linear_cross_entropy(hidden, weight, labels, **{name: learned})
 
 

@@ -138,11 +138,17 @@ def check_parts(group):
             ]
             losses = [
                 linear_cross_entropy(
-                    part[0], part[1], labels, part[2], num_classes=VOCAB, process_group=group, sequence_parallel=False,
+                    part[0],
+                    part[1],
+                    labels,
+                    part[2],
+                    num_classes=VOCAB,
+                    process_group=group,
+                    sequence_parallel=False,
                     **options,
                 ),
                 CrossEntropyLoss(process_group=group, **options)(F.linear(*part), labels),
-            ]  # fmt: skip
+            ]
             for loss in losses:
                 assert loss.isnan()
                 assert not any(x.any() for x in torch.autograd.grad(loss, part))
@@ -155,11 +161,21 @@ def test_classes_divided_among_processes():
 # Models.
 
 SIZES = dict(
-    vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+    vocab_size=50,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=48,
     max_position_embeddings=16,
-)  # fmt: skip
-FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_mlp=True, fused_dropout_add_ln=True, hidden_act="gelu_new",
-             use_xentropy=True)  # fmt: skip
+)
+FUSED = dict(
+    use_flash_attn=True,
+    fused_bias_fc=True,
+    fused_mlp=True,
+    fused_dropout_add_ln=True,
+    hidden_act="gelu_new",
+    use_xentropy=True,
+)
 MASKED = dict(FUSED, dense_seq_output=True)
 OF_TOKENS, OF_ROWS = torch.full((2, 6), -100), torch.full((2,), -100)
 HEADS = {
@@ -201,9 +217,11 @@ def test_half_of_bert_s_labels():
     outputs = model(input_ids, labels=torch.zeros(2, 6, dtype=torch.int64), next_sentence_label=following)
     assert outputs.loss.isnan()
     right = torch.autograd.grad(
-        F.cross_entropy(outputs.seq_relationship_logits, following), list(model.parameters()), retain_graph=True,
+        F.cross_entropy(outputs.seq_relationship_logits, following),
+        list(model.parameters()),
+        retain_graph=True,
         allow_unused=True,
-    )  # fmt: skip
+    )
     outputs.loss.backward()
     for (name, parameter), expected in zip(model.named_parameters(), right, strict=True):
         expected = torch.zeros_like(parameter) if expected is None else expected

@@ -17,7 +17,8 @@ import pytest
 import torch
 from compare import assert_error_ratio
 
-from flash_attn.models import bert
+from flash_attn.models import _bert_config, bert
+from flash_attn.models._checkpoints import bert as checkpoints
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,9 +43,14 @@ HEADS = [
     "BertForQuestionAnswering",
 ]
 FUSED = dict(
-    use_flash_attn=True, fused_bias_fc=True, fused_mlp=True, fused_dropout_add_ln=True, hidden_act="gelu_new",
-    pad_vocab_size_multiple=8, use_xentropy=True,
-)  # fmt: skip
+    use_flash_attn=True,
+    fused_bias_fc=True,
+    fused_mlp=True,
+    fused_dropout_add_ln=True,
+    hidden_act="gelu_new",
+    pad_vocab_size_multiple=8,
+    use_xentropy=True,
+)
 VARIANTS = {
     "plain": {},
     "flash": dict(use_flash_attn=True),
@@ -454,7 +460,7 @@ def test_memory_of_loading(tmp_path, monkeypatch):
     """When a part of the files is read, the tensors of those before are gone."""
     theirs = transformers.BertForPreTraining(config_of())
     theirs.save_pretrained(tmp_path, max_shard_size="40KB")
-    alive, references, real = [], [], bert.pieces_of_file
+    alive, references, real = [], [], checkpoints.pieces_of_file
 
     def pieces_of_file(path):
         for piece in real(path):
@@ -462,7 +468,7 @@ def test_memory_of_loading(tmp_path, monkeypatch):
             references.extend(weakref.ref(tensor) for tensor in piece.values())
             yield piece
 
-    monkeypatch.setattr(bert, "pieces_of_file", pieces_of_file)
+    monkeypatch.setattr(checkpoints, "pieces_of_file", pieces_of_file)
     bert.BertForPreTraining.from_pretrained(tmp_path)
     assert len(alive) > 3 and len(references) > 20
     assert max(alive) <= 4  # of queries, keys and values, weights and biases that wait for the others
@@ -629,7 +635,7 @@ def test_fields_of_the_configuration_by_name(tmp_path):
         assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
     assert given.num_labels == 5 and not hasattr(given, "use_flash_attn")
     assert bert.BertModel.from_pretrained(tmp_path, add_pooling_layer=False).pooler is None
-    with pytest.warns(FutureWarning, match="torch_dtype is taken for dtype") as notices:
+    with pytest.warns(FutureWarning, match="torch_dtype is the older name of dtype") as notices:
         ours = head.from_pretrained(tmp_path, torch_dtype="float16")
     assert next(ours.parameters()).dtype == torch.float16
     assert [notice.filename for notice in notices] == [__file__]
@@ -645,8 +651,8 @@ def test_unknown_fields_are_reported():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for config in (transformers.BertConfig(), config_of(directionality="bidi", pooler_fc_size=768)):
-            bert._check_config(config)
-            bert._check_config(types.SimpleNamespace(**config.to_dict()))
+            _bert_config.check_config(config)
+            _bert_config.check_config(types.SimpleNamespace(**config.to_dict()))
 
 
 def test_any_object_with_the_fields(tmp_path):

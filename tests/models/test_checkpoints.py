@@ -11,8 +11,8 @@ import torch
 import transformers
 from families import CASES, ids_of
 
-from flash_attn.models import _checkpoint, _loading
-from flash_attn.models._saving import number_of_bytes
+from flash_attn.models._checkpoints import decoder, reading
+from flash_attn.models._checkpoints.writing import number_of_bytes
 from flash_attn.models.bert import BertModel
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
@@ -60,10 +60,13 @@ def logits_of(model, ids):
         return model.eval()(ids).logits
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in OF_EACH_TYPE or "tied" in name else pytest.mark.slow)
-    for name in IN_TRANSFORMERS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in OF_EACH_TYPE or "tied" in name else pytest.mark.slow)
+        for name in IN_TRANSFORMERS
+    ],
+)
 def test_from_transformers_and_back(name, folder, tmp_path):
     path, reference = folder(name)
     with warnings.catch_warnings():
@@ -102,13 +105,13 @@ def test_shards(folder, tmp_path, monkeypatch, capsys):
     path, reference = folder("llama gqa", max_shard_size="20KB")
     files = sorted(path.glob("model-*.safetensors"))
     assert len(files) > 3
-    pending, real = [], _checkpoint._give
+    pending, real = [], decoder._give
 
     def give(model, tensors, device):
         pending.append(len(tensors))
         real(model, tensors, device)
 
-    monkeypatch.setattr(_checkpoint, "_give", give)
+    monkeypatch.setattr(decoder, "_give", give)
     model = GPTLMHeadModel.from_pretrained(path)
     assert len(pending) == len(files) and max(pending) < sum(pending) / 2
     assert "loading" in capsys.readouterr().err
@@ -264,7 +267,7 @@ def test_names_of_dtypes(folder):
     for given, expected in (("auto", torch.bfloat16), ("float16", torch.float16), (None, torch.float32)):
         model = GPTLMHeadModel.from_pretrained(path, dtype=given)
         assert {parameter.dtype for parameter in model.parameters()} == {expected}
-    with pytest.warns(FutureWarning, match="torch_dtype is taken for dtype") as notices:
+    with pytest.warns(FutureWarning, match="torch_dtype is the older name of dtype") as notices:
         model = GPTLMHeadModel.from_pretrained(path, torch_dtype="auto")
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert [notice.filename for notice in notices] == [__file__]
@@ -398,7 +401,7 @@ def test_a_large_file_is_loaded_in_pieces(folder, monkeypatch, capsys):
     whole = GPTLMHeadModel.from_pretrained(path)
     assert not capsys.readouterr().err
     monkeypatch.setattr(pretrained, "PIECE", 20_000)
-    pieces = [sum(tensor.nbytes for tensor in piece.values()) for piece in _loading.pieces([path / MODEL], True)]
+    pieces = [sum(tensor.nbytes for tensor in piece.values()) for piece in reading.pieces([path / MODEL], True)]
     assert len(pieces) > 5 and max(pieces) < 60_000
     assert " 99%" in capsys.readouterr().err  # the rest is the head of the file
     model = GPTLMHeadModel.from_pretrained(path)

@@ -15,11 +15,41 @@ from flash_attn.utils.generation import _steps, decode, decode_speculative
 
 # One of each kind of position, head and block.
 NAMES = (
-    "gpt2", "llama gqa", "llama 3", "mistral", "qwen2 windows", "qwen3", "gemma 7B", "granite", "smollm3", "gemma2",
-    "gemma3", "olmo2", "exaone4", "cohere", "cohere2", "stablelm", "stablelm parallel", "phi3", "phi3 short",
-    "starcoder2", "opt", "opt 350m", "gptj", "gpt_neox", "gpt_neox sequential", "gpt_neox yarn", "falcon",
-    "falcon new decoder", "falcon alibi", "bigcode", "btlm", "btlm learned", "baichuan", "phi",
-)  # fmt: skip
+    "gpt2",
+    "llama gqa",
+    "llama 3",
+    "mistral",
+    "qwen2 windows",
+    "qwen3",
+    "gemma 7B",
+    "granite",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "exaone4",
+    "cohere",
+    "cohere2",
+    "stablelm",
+    "stablelm parallel",
+    "phi3",
+    "phi3 short",
+    "starcoder2",
+    "opt",
+    "opt 350m",
+    "gptj",
+    "gpt_neox",
+    "gpt_neox sequential",
+    "gpt_neox yarn",
+    "falcon",
+    "falcon new decoder",
+    "falcon alibi",
+    "bigcode",
+    "btlm",
+    "btlm learned",
+    "baichuan",
+    "phi",
+)
 FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
 
 

@@ -66,18 +66,24 @@ def mask_of(ids, padding):
 
 
 PADDED = {
-    "none": ((0, 0), (0, 0), (0, 0)), "left": ((5, 0), (0, 0), (19, 0)), "right": ((0, 5), (0, 0), (0, 19)),
+    "none": ((0, 0), (0, 0), (0, 0)),
+    "left": ((5, 0), (0, 0), (19, 0)),
+    "right": ((0, 5), (0, 0), (0, 19)),
     "both": ((5, 3), (0, 0), (7, 0)),
-}  # fmt: skip
+}
 # BigCode's gradients of repeated heads are several for one of transformers'.
 TRAINED = [name for name in NAMES if not name.startswith(("btlm", "baichuan", "bigcode"))]
 ALL_PADDINGS = "gpt2", "llama gqa", "mistral", "gemma2", "opt", "falcon alibi"  # each kind of position and of mask
 
 
-@pytest.mark.parametrize("name, padding", [
-    pytest.param(name, padding, marks=() if padding == "both" or name in ALL_PADDINGS else pytest.mark.slow)
-    for name in TRAINED for padding in PADDED
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, padding",
+    [
+        pytest.param(name, padding, marks=() if padding == "both" or name in ALL_PADDINGS else pytest.mark.slow)
+        for name in TRAINED
+        for padding in PADDED
+    ],
+)
 def test_loss_and_gradients(name, padding):
     """Those of transformers, of batches with padding too; positions count from the first token of a row."""
     config, reference, ours = converted(CASES[name])

@@ -19,9 +19,19 @@ from flash_attn.utils.generation import decode_speculative
 
 VOCAB, BATCH, SEQLEN = 90, 4, 8
 SIZES = dict(
-    vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    initializer_range=0.2, pad_vocab_size_multiple=8, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    n_embd=64,
+    n_layer=2,
+    n_head=4,
+    n_positions=16,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    initializer_range=0.2,
+    pad_vocab_size_multiple=8,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 GATED = dict(activation_function="swiglu", n_inner=96, mlp_multiple_of=8)
 ROTARY = dict(n_positions=0, rotary_emb_fraction=1.0, rms_norm=True, tie_word_embeddings=False)
 CONFIGS = {
@@ -275,10 +285,17 @@ def test_divided_model_on_gpus(processes, tmp_path):
     over_processes(processes, check_all, [*CONFIGS], tmp_path, backend="nccl")
 
 
-@pytest.mark.parametrize("name", [
-    "llama gqa", "falcon alibi, multi-query", "bigcode", "qwen3", "gemma2",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon alibi", "falcon")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama gqa",
+        "falcon alibi, multi-query",
+        "bigcode",
+        "qwen3",
+        "gemma2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon alibi", "falcon")),
+    ],
+)
 def test_divided_families(name, tmp_path):
     for each in ("gpt2", name):
         torch.manual_seed(0)

@@ -15,9 +15,14 @@ from flash_attn.models.gpt import CausalLMLoss, CausalLMOutput
 from tests.models.test_trainers import bert, gpt
 
 HEADS = [
-    "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction", "BertForMultipleChoice",
-    "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering",
-]  # fmt: skip
+    "BertForPreTraining",
+    "BertForMaskedLM",
+    "BertForNextSentencePrediction",
+    "BertForMultipleChoice",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertForQuestionAnswering",
+]
 A, B, C = torch.randn(2), torch.randn(3), torch.randn(4)
 OUTPUTS = {
     "logits": (CausalLMOutput(logits=A), dict(logits=A)),
@@ -43,10 +48,18 @@ def test_output(name):
     output, there = OUTPUTS[name]
     cls, values = type(output), list(there.values())
     copies = [
-        output, cls(each for each in output), cls(map(torch.clone, output)), cls(values), cls(tuple(values)),
-        copy.copy(output), copy.deepcopy(output), pickle.loads(pickle.dumps(output)), cls(**there),
-        pytree.tree_map(torch.clone, output), output._replace(),
-    ]  # fmt: skip
+        output,
+        cls(each for each in output),
+        cls(map(torch.clone, output)),
+        cls(values),
+        cls(tuple(values)),
+        copy.copy(output),
+        copy.deepcopy(output),
+        pickle.loads(pickle.dumps(output)),
+        cls(**there),
+        pytree.tree_map(torch.clone, output),
+        output._replace(),
+    ]
     for each in copies:
         assert type(each) is cls and isinstance(each, tuple) and type(each.to_tuple()) is tuple
         assert list(each.keys()) == list(there) == list(each._asdict()) and len(each) == len(there)
@@ -98,8 +111,17 @@ def test_compiled_outputs():
 
 
 def arguments(folder, **options):
-    usual = dict(max_steps=1, per_device_train_batch_size=4, per_device_eval_batch_size=2, use_cpu=True, report_to=[],
-                 disable_tqdm=True, save_strategy="no", logging_strategy="no", dataloader_pin_memory=False)  # fmt: skip
+    usual = dict(
+        max_steps=1,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+    )
     return transformers.TrainingArguments(output_dir=str(folder), **usual | options)
 
 
@@ -174,8 +196,9 @@ def test_accumulated_gradients_of_padded_rows(padding, labels, tmp_path):
     expected = [each.detach() - each.grad for each in model.parameters()]
     model.zero_grad()
     options = dict(gradient_accumulation_steps=2, per_device_train_batch_size=2, optim="sgd", learning_rate=1.0)
-    how = arguments(tmp_path, **options, max_grad_norm=0.0, lr_scheduler_type="constant",
-                    train_sampling_strategy="sequential")  # fmt: skip
+    how = arguments(
+        tmp_path, **options, max_grad_norm=0.0, lr_scheduler_type="constant", train_sampling_strategy="sequential"
+    )
     transformers.Trainer(model, how, train_dataset=rows).train()
     torch.testing.assert_close([each.detach() for each in model.parameters()], expected, rtol=1e-4, atol=1e-5)
 

@@ -38,12 +38,14 @@ def bert(cls=BertForMaskedLM, **options):
 MODELS = {
     "gpt": (gpt, EMBEDDING, HEAD),
     "gpt, padded, fused": (
-        lambda: gpt(pad_vocab_size_multiple=8, fused_bias_fc=True, lm_head_bias=True), EMBEDDING, HEAD,
+        lambda: gpt(pad_vocab_size_multiple=8, fused_bias_fc=True, lm_head_bias=True),
+        EMBEDDING,
+        HEAD,
     ),
     "gpt, narrow embedding": (lambda: gpt(word_embed_proj_dim=16), EMBEDDING, HEAD),
     "masked": (bert, WORDS, DECODER),
     "pre-training, padded": (lambda: bert(BertForPreTraining, pad_vocab_size_multiple=8), WORDS, DECODER),
-}  # fmt: skip
+}
 model_of = pytest.mark.parametrize("name", MODELS)
 
 

@@ -18,9 +18,17 @@ from flash_attn.utils.generation import InferenceParams
 
 DROPOUT = dict(resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.1)
 LLAMA = dict(
-    n_positions=0, rotary_emb_fraction=1.0, rms_norm=True, activation_function="swiglu", qkv_proj_bias=False,
-    mlp_fc1_bias=False, mlp_fc2_bias=False, tie_word_embeddings=False, n_head_kv=2, mlp_multiple_of=8,
-)  # fmt: skip
+    n_positions=0,
+    rotary_emb_fraction=1.0,
+    rms_norm=True,
+    activation_function="swiglu",
+    qkv_proj_bias=False,
+    mlp_fc1_bias=False,
+    mlp_fc2_bias=False,
+    tie_word_embeddings=False,
+    n_head_kv=2,
+    mlp_multiple_of=8,
+)
 NO_TOKENS = dict(bos_token_id=None, eos_token_id=None)
 
 
@@ -262,7 +270,7 @@ def test_embeddings(make, embedding, head):
     assert model.get_submodule(embedding) is new
     if head is None:
         assert model.get_output_embeddings() is None
-        with pytest.raises(ValueError, match="has no layer that gives logits of tokens"):
+        with pytest.raises(ValueError, match="has no output layer to replace"):
             model.set_output_embeddings(nn.Linear(64, 95))
     else:
         assert model.get_output_embeddings() is model.get_submodule(head)
@@ -322,9 +330,17 @@ def test_inputs_embeds(name, device):
 
 @pytest.mark.parametrize(
     "name",
-    ["BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction", "BertForMultipleChoice",
-     "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering"],
-)  # fmt: skip
+    [
+        "BertModel",
+        "BertForPreTraining",
+        "BertForMaskedLM",
+        "BertForNextSentencePrediction",
+        "BertForMultipleChoice",
+        "BertForSequenceClassification",
+        "BertForTokenClassification",
+        "BertForQuestionAnswering",
+    ],
+)
 @pytest.mark.parametrize("use_flash_attn", [False, True])
 def test_inputs_embeds_of_bert(name, use_flash_attn, device):
     model, x = bert(name, device, use_flash_attn=use_flash_attn).eval(), ids(device)

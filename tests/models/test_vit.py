@@ -541,7 +541,7 @@ def test_checkpoints_that_do_not_fit(checkpoint, caplog):
 )
 def test_sizes_by_name(name, pixels, patch, shape):
     with torch.device("meta"):
-        model = VisionTransformer(**vit._sizes(name) | dict(depth=1))
+        model = VisionTransformer(**vit.checkpoints.sizes_of(name) | dict(depth=1))
     assert (model.patch_embed.img_size, model.patch_embed.patch_size) == (pixels, patch)
     assert model.blocks[0].mlp.fc1.weight.shape == shape
 

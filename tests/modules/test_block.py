@@ -252,9 +252,7 @@ def test_drop_path_of_a_block(fused, device):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_dropout_of_a_block(prenorm, fused, device):
-    block = block_of(
-        device=device, resid_dropout1=0.3, resid_dropout2=0.3, fused_dropout_add_ln=fused, prenorm=prenorm
-    )  # fmt: skip
+    block = block_of(device=device, resid_dropout1=0.3, resid_dropout2=0.3, fused_dropout_add_ln=fused, prenorm=prenorm)
     x = torch.randn(8, 64, DIM, device=device)
     one, other = block(x), block(x)
     assert not torch.equal(*(each[0] if prenorm else each for each in (one, other)))
@@ -270,9 +268,12 @@ def test_dropout_of_a_block(prenorm, fused, device):
 @pytest.mark.parametrize("probabilities", [(0.0, 0.5), (0.5, 0.0), (0.25, 0.5), (0.5, 0.5)])
 def test_each_branch_of_a_parallel_block_has_its_dropout(probabilities, fused, device):
     block = block_of(
-        ParallelBlock, device, resid_dropout1=probabilities[0], resid_dropout2=probabilities[1],
+        ParallelBlock,
+        device,
+        resid_dropout1=probabilities[0],
+        resid_dropout2=probabilities[1],
         fused_dropout_add_ln=fused,
-    )  # fmt: skip
+    )
     x = torch.ones(64, 32, DIM, device=device)
     for tensors, p in (((x, torch.zeros_like(x)), probabilities[0]), ((torch.zeros_like(x), x), probabilities[1])):
         h = block(*tensors)[2]
@@ -328,8 +329,14 @@ def test_gpt2_of_transformers(fused, device):
         functools.partial(Mlp, activation=functools.partial(F.gelu, approximate="tanh")),
         fused_dropout_add_ln=fused,
     ).to(device)
-    names = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "mixer.Wqkv", "attn.c_proj": "mixer.out_proj",
-             "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}  # fmt: skip
+    names = {
+        "ln_1": "norm1",
+        "ln_2": "norm2",
+        "attn.c_attn": "mixer.Wqkv",
+        "attn.c_proj": "mixer.out_proj",
+        "mlp.c_fc": "mlp.fc1",
+        "mlp.c_proj": "mlp.fc2",
+    }
     for theirs, own in names.items():
         source, target = other.get_submodule(theirs), ours.get_submodule(own)
         nn.init.normal_(source.bias)
@@ -347,9 +354,13 @@ def test_llama_of_transformers(fused, device):
     transformers = pytest.importorskip("transformers")
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192,
-        attn_implementation="eager", rms_norm_eps=1e-5,
-    )  # fmt: skip
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=192,
+        attn_implementation="eager",
+        rms_norm_eps=1e-5,
+    )
     other = modeling.LlamaDecoderLayer(config, layer_idx=0).to(device)
     bias = dict(qkv_proj_bias=False, out_proj_bias=False)
     ours = Block(
@@ -362,13 +373,16 @@ def test_llama_of_transformers(fused, device):
         fused_dropout_add_ln=fused,
     ).to(device)
     state = other.state_dict()
-    ours.load_state_dict({
-        "mixer.Wqkv.weight": torch.cat([state[f"self_attn.{name}_proj.weight"] for name in "qkv"]),
-        "mixer.out_proj.weight": state["self_attn.o_proj.weight"],
-        "mlp.fc1.weight": torch.cat([state["mlp.up_proj.weight"], state["mlp.gate_proj.weight"]]),
-        "mlp.fc2.weight": state["mlp.down_proj.weight"],
-        "norm1.weight": state["input_layernorm.weight"], "norm2.weight": state["post_attention_layernorm.weight"],
-    })  # fmt: skip
+    ours.load_state_dict(
+        {
+            "mixer.Wqkv.weight": torch.cat([state[f"self_attn.{name}_proj.weight"] for name in "qkv"]),
+            "mixer.out_proj.weight": state["self_attn.o_proj.weight"],
+            "mlp.fc1.weight": torch.cat([state["mlp.up_proj.weight"], state["mlp.gate_proj.weight"]]),
+            "mlp.fc2.weight": state["mlp.down_proj.weight"],
+            "norm1.weight": state["input_layernorm.weight"],
+            "norm2.weight": state["post_attention_layernorm.weight"],
+        }
+    )
     x = torch.randn(1, 2, 9, 128, device=device).unbind(0)
     tables = modeling.LlamaRotaryEmbedding(config).to(device)(x[0], torch.arange(9, device=device)[None])
     mask = causal_mask(9, device)
@@ -387,27 +401,44 @@ def test_falcon_of_transformers(fused, device):
     transformers = pytest.importorskip("transformers")
     modeling = pytest.importorskip("transformers.models.falcon.modeling_falcon")
     config = transformers.FalconConfig(
-        hidden_size=128, num_attention_heads=4, multi_query=True, new_decoder_architecture=False, bias=False,
-        parallel_attn=True, attention_dropout=0.0, hidden_dropout=0.0, attn_implementation="eager",
-    )  # fmt: skip
+        hidden_size=128,
+        num_attention_heads=4,
+        multi_query=True,
+        new_decoder_architecture=False,
+        bias=False,
+        parallel_attn=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        attn_implementation="eager",
+    )
     other = modeling.FalconDecoderLayer(config, layer_idx=0).to(device)
     ours = ParallelBlock(
         128,
         functools.partial(
-            MHA, num_heads=4, num_heads_kv=1, causal=True, rotary_emb_dim=32, qkv_proj_bias=False,
-            out_proj_bias=False, use_flash_attn=fused,
+            MHA,
+            num_heads=4,
+            num_heads_kv=1,
+            causal=True,
+            rotary_emb_dim=32,
+            qkv_proj_bias=False,
+            out_proj_bias=False,
+            use_flash_attn=fused,
         ),
         functools.partial(Mlp, bias1=False, bias2=False),
         tied_norm=True,
         fused_dropout_add_ln=fused,
-    ).to(device)  # fmt: skip
+    ).to(device)
     state = other.state_dict()
-    ours.load_state_dict({
-        "mixer.Wqkv.weight": state["self_attention.query_key_value.weight"],
-        "mixer.out_proj.weight": state["self_attention.dense.weight"],
-        "mlp.fc1.weight": state["mlp.dense_h_to_4h.weight"], "mlp.fc2.weight": state["mlp.dense_4h_to_h.weight"],
-        "norm1.weight": state["input_layernorm.weight"], "norm1.bias": state["input_layernorm.bias"],
-    })  # fmt: skip
+    ours.load_state_dict(
+        {
+            "mixer.Wqkv.weight": state["self_attention.query_key_value.weight"],
+            "mixer.out_proj.weight": state["self_attention.dense.weight"],
+            "mlp.fc1.weight": state["mlp.dense_h_to_4h.weight"],
+            "mlp.fc2.weight": state["mlp.dense_4h_to_h.weight"],
+            "norm1.weight": state["input_layernorm.weight"],
+            "norm1.bias": state["input_layernorm.bias"],
+        }
+    )
     x = torch.randn(1, 2, 9, 128, device=device).unbind(0)
     tables = modeling.FalconRotaryEmbedding(config).to(device)(x[0], torch.arange(9, device=device)[None])
     mask = causal_mask(9, device)
@@ -476,20 +507,38 @@ class NoNorm(nn.Identity):
 
 ERRORS = {
     "norms of outputs, norm last": (
-        Block, dict(output_cls=RMSNorm, prenorm=False), ValueError, "output_cls must be None without prenorm"),
+        Block,
+        dict(output_cls=RMSNorm, prenorm=False),
+        ValueError,
+        "output_cls must be None without prenorm",
+    ),
     "float32 residual, norm last": (
-        Block, dict(residual_in_fp32=True, prenorm=False), ValueError, "residual_in_fp32 must be False without"),
+        Block,
+        dict(residual_in_fp32=True, prenorm=False),
+        ValueError,
+        "residual_in_fp32 must be False without",
+    ),
     "fused norm": (
-        Block, dict(norm_cls=lambda dim: NoNorm()), TypeError, "norm1 must be .*, found .*test_block.NoNorm"),
+        Block,
+        dict(norm_cls=lambda dim: NoNorm()),
+        TypeError,
+        "norm1 must be .*, found .*test_block.NoNorm",
+    ),
     "fused norm of that name": (
-        Block, dict(norm_cls=rms_norm.RMSNorm), TypeError,
+        Block,
+        dict(norm_cls=rms_norm.RMSNorm),
+        TypeError,
         "norm1 must be nn.LayerNorm or flash_attn.ops.triton.layer_norm.RMSNorm with fused_dropout_add_ln, "
-        "found flash_attn.ops.rms_norm.RMSNorm"),
+        "found flash_attn.ops.rms_norm.RMSNorm",
+    ),
     "fused dropout": (
-        ParallelBlock, dict(dropout_cls=nn.Dropout1d), TypeError,
-        "dropout1 must be nn.Dropout with fused_dropout_add_ln, found torch.nn.modules.dropout.Dropout1d"),
+        ParallelBlock,
+        dict(dropout_cls=nn.Dropout1d),
+        TypeError,
+        "dropout1 must be nn.Dropout with fused_dropout_add_ln, found torch.nn.modules.dropout.Dropout1d",
+    ),
     "drop path": (Block, dict(drop_path1=-0.1), ValueError, "p must be from 0 to 1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ERRORS)

@@ -94,28 +94,55 @@ def attention(fused):
 def gpt(fused, **options):
     flags = dict.fromkeys(("fused_mlp", "fused_bias_fc", "fused_dropout_add_ln"), fused)
     config = GPT2Config(
-        n_embd=DIM, n_layer=1, n_head=2, n_positions=SEQLEN, vocab_size=11, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0,
-        initializer_range=0.3, pad_vocab_size_multiple=8, **flags, **options,
-    )  # fmt: skip
+        n_embd=DIM,
+        n_layer=1,
+        n_head=2,
+        n_positions=SEQLEN,
+        vocab_size=11,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        resid_pdrop=0,
+        initializer_range=0.3,
+        pad_vocab_size_multiple=8,
+        **flags,
+        **options,
+    )
     return GPTLMHeadModel(config)
 
 
 def bert(fused):
     flags = dict.fromkeys(("fused_mlp", "fused_bias_fc", "fused_dropout_add_ln"), fused)
     config = BertConfig(
-        vocab_size=11, hidden_size=DIM, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=SEQLEN, hidden_act="gelu_new", initializer_range=0.3, hidden_dropout_prob=0.0,
+        vocab_size=11,
+        hidden_size=DIM,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=SEQLEN,
+        hidden_act="gelu_new",
+        initializer_range=0.3,
+        hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    )
     vars(config).update(flags)
     return BertForMaskedLM(config)
 
 
 def vit(fused, norm=None):
     return VisionTransformer(
-        4, 2, embed_dim=DIM, depth=1, num_heads=2, mlp_ratio=1.5, num_classes=5, fused_bias_fc=fused,
-        act_layer=nn.ReLU, fused_mlp=fused, fused_dropout_add_ln=fused, norm_layer=norm,
-    )  # fmt: skip
+        4,
+        2,
+        embed_dim=DIM,
+        depth=1,
+        num_heads=2,
+        mlp_ratio=1.5,
+        num_classes=5,
+        fused_bias_fc=fused,
+        act_layer=nn.ReLU,
+        fused_mlp=fused,
+        fused_dropout_add_ln=fused,
+        norm_layer=norm,
+    )
 
 
 # What they compute: functions of a model to (results, inputs that get a gradient).

@@ -94,9 +94,13 @@ def test_flash_modules_are_the_functions(device):
     q, kv = qkv[:, :, 0], qkv[:, :, 1:]
     assert torch.equal(cross(q, kv), flash_attn_kvpacked_func(q, kv, causal=True, **options))
     found = cross(
-        q.flatten(0, 1), kv.flatten(0, 1), cu_seqlens=cu_seqlens, max_seqlen=14, cu_seqlens_k=cu_seqlens,
+        q.flatten(0, 1),
+        kv.flatten(0, 1),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=14,
+        cu_seqlens_k=cu_seqlens,
         max_seqlen_k=14,
-    )  # fmt: skip
+    )
     torch.testing.assert_close(found, expected)
 
 

@@ -51,13 +51,24 @@ class Case:
     @property
     def options(self):
         return dict(
-            num_heads=self.heads, num_heads_kv=self.heads_kv, causal=self.causal, softmax_scale=self.scale,
-            rotary_emb_dim=self.rotary_dim, rotary_emb_interleaved=self.interleaved,
-            rotary_emb_scale_base=self.scale_base, use_alibi=self.alibi, window_size=self.window,
-            use_flash_attn=self.flash, layer_idx=3, head_dim=None if self.width is None else self.head_dim,
-            qk_norm=self.qk_norm, qk_norm_eps=1e-3, qk_norm_over_heads=self.over_heads,
-            qk_norm_zero_centered=self.zero_centered, softcap=self.softcap,
-        )  # fmt: skip
+            num_heads=self.heads,
+            num_heads_kv=self.heads_kv,
+            causal=self.causal,
+            softmax_scale=self.scale,
+            rotary_emb_dim=self.rotary_dim,
+            rotary_emb_interleaved=self.interleaved,
+            rotary_emb_scale_base=self.scale_base,
+            use_alibi=self.alibi,
+            window_size=self.window,
+            use_flash_attn=self.flash,
+            layer_idx=3,
+            head_dim=None if self.width is None else self.head_dim,
+            qk_norm=self.qk_norm,
+            qk_norm_eps=1e-3,
+            qk_norm_over_heads=self.over_heads,
+            qk_norm_zero_centered=self.zero_centered,
+            softcap=self.softcap,
+        )
 
     def module(self, device, dtype=torch.float32, **options):
         module = MHA(self.embed_dim, **self.options | options, device=device, dtype=dtype)
@@ -175,12 +186,17 @@ def test_state_dict():
     assert shapes(64, 4, rotary_emb_dim=16, rotary_emb_scale_base=512, use_alibi=True, use_flash_attn=True) == plain
     assert shapes(64, 4, fused_bias_fc=True, return_residual=True) == plain
     assert shapes(64, 4, 1, qkv_proj_bias=False, out_proj_bias=False) == {
-        "Wqkv.weight": (96, 64), "out_proj.weight": (64, 64),
-    }  # fmt: skip
+        "Wqkv.weight": (96, 64),
+        "out_proj.weight": (64, 64),
+    }
     cross = {
-        "Wq.weight": (64, 64), "Wq.bias": (64,), "Wkv.weight": (64, 64), "Wkv.bias": (64,),
-        "out_proj.weight": (64, 64), "out_proj.bias": (64,),
-    }  # fmt: skip
+        "Wq.weight": (64, 64),
+        "Wq.bias": (64,),
+        "Wkv.weight": (64, 64),
+        "Wkv.bias": (64,),
+        "out_proj.weight": (64, 64),
+        "out_proj.bias": (64,),
+    }
     assert shapes(64, 4, 2, cross_attn=True) == cross
     assert shapes(64, 4, dwconv=True) == plain | {"dwconv_qkv.weight": (192, 1, 3), "dwconv_qkv.bias": (192,)}
     of_two = {
@@ -337,11 +353,10 @@ def test_padding_mask_of_mha(heads_kv, causal, kept, device):
 
 # Decoding.
 
-DECODING_CASES = [
-    case
-    for case in CASES
-    if case.causal
-] + [Case(window=(5, 0), rotary_dim=32, heads_kv=2), Case(alibi=True, window=(6, -1), heads_kv=1)]  # fmt: skip
+DECODING_CASES = [case for case in CASES if case.causal] + [
+    Case(window=(5, 0), rotary_dim=32, heads_kv=2),
+    Case(alibi=True, window=(6, -1), heads_kv=1),
+]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.cuda)])
@@ -499,9 +514,13 @@ def test_inference_params_of_another_class(flash, device):
     module = Case(flash=flash, rotary_dim=16).module(device)
     x = torch.randn(2, 6, module.embed_dim, device=device)
     inference = types.SimpleNamespace(
-        max_seqlen=9, max_batch_size=2, seqlen_offset=0, batch_size_offset=0, key_value_memory_dict={},
+        max_seqlen=9,
+        max_batch_size=2,
+        seqlen_offset=0,
+        batch_size_offset=0,
+        key_value_memory_dict={},
         lengths_per_sample=None,
-    )  # fmt: skip
+    )
     found = []
     with torch.no_grad():
         for chunk in x.split((4, 1, 1), dim=1):
@@ -555,13 +574,15 @@ def test_compiled_decoding(flash, rotary_dim, device):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     "case",
-    params([
-        Case(rotary_dim=16),
-        Case(rotary_dim=16, heads_kv=2),
-        Case(rotary_dim=8, flash=False),
-        Case(rotary_dim=32, scale_base=512.0),
-    ]),
-)  # fmt: skip
+    params(
+        [
+            Case(rotary_dim=16),
+            Case(rotary_dim=16, heads_kv=2),
+            Case(rotary_dim=8, flash=False),
+            Case(rotary_dim=32, scale_base=512.0),
+        ]
+    ),
+)
 @pytest.mark.same_on_cpu("training")
 def test_a_compiled_module_serves_sequences_of_all_lengths(case, training, device):
     """One graph for the first length and one for all others, though the tables of the rotary embedding grow."""
@@ -597,10 +618,14 @@ def test_torch_multihead_attention(flash, device):
     other = nn.MultiheadAttention(64, 4, batch_first=True, device=device)
     ours = MHA(64, 4, use_flash_attn=flash, device=device)
     state = other.state_dict()
-    ours.load_state_dict({
-        "Wqkv.weight": state["in_proj_weight"], "Wqkv.bias": state["in_proj_bias"],
-        "out_proj.weight": state["out_proj.weight"], "out_proj.bias": state["out_proj.bias"],
-    })  # fmt: skip
+    ours.load_state_dict(
+        {
+            "Wqkv.weight": state["in_proj_weight"],
+            "Wqkv.bias": state["in_proj_bias"],
+            "out_proj.weight": state["out_proj.weight"],
+            "out_proj.bias": state["out_proj.bias"],
+        }
+    )
     x, dout = torch.randn(2, 2, 9, 64, device=device)
     mask = nn.Transformer.generate_square_subsequent_mask(9, device=device)
     for options in (dict(), dict(attn_mask=mask)):
@@ -624,10 +649,14 @@ def test_gpt2_of_transformers(flash, device):
     other = modeling.GPT2Attention(config, layer_idx=0).to(device)
     ours = MHA(64, 4, causal=True, use_flash_attn=flash, device=device)
     state = other.state_dict()
-    ours.load_state_dict({
-        "Wqkv.weight": state["c_attn.weight"].t(), "Wqkv.bias": state["c_attn.bias"],
-        "out_proj.weight": state["c_proj.weight"].t(), "out_proj.bias": state["c_proj.bias"],
-    })  # fmt: skip
+    ours.load_state_dict(
+        {
+            "Wqkv.weight": state["c_attn.weight"].t(),
+            "Wqkv.bias": state["c_attn.bias"],
+            "out_proj.weight": state["c_proj.weight"].t(),
+            "out_proj.bias": state["c_proj.bias"],
+        }
+    )
     x, dout = torch.randn(2, 2, 9, 64, device=device)
     expected = with_gradients(lambda x: other(x, attention_mask=causal_mask(9, device))[0], [x], dout)
     torch.testing.assert_close(with_gradients(ours, [x], dout), expected, rtol=1e-4, atol=1e-5)
@@ -642,9 +671,16 @@ def test_llama_of_transformers(flash, device):
     )
     other = modeling.LlamaAttention(config, layer_idx=0).to(device)
     ours = MHA(
-        128, 4, 2, causal=True, qkv_proj_bias=False, out_proj_bias=False, rotary_emb_dim=32, use_flash_attn=flash,
+        128,
+        4,
+        2,
+        causal=True,
+        qkv_proj_bias=False,
+        out_proj_bias=False,
+        rotary_emb_dim=32,
+        use_flash_attn=flash,
         device=device,
-    )  # fmt: skip
+    )
     state = other.state_dict()
     Wqkv = torch.cat([state[f"{name}_proj.weight"] for name in "qkv"])
     ours.load_state_dict({"Wqkv.weight": Wqkv, "out_proj.weight": state["o_proj.weight"]})
@@ -660,14 +696,29 @@ def test_falcon_of_transformers(alibi, device):
     transformers = pytest.importorskip("transformers")
     modeling = pytest.importorskip("transformers.models.falcon.modeling_falcon")
     config = transformers.FalconConfig(
-        hidden_size=128, num_attention_heads=4, multi_query=True, new_decoder_architecture=False, bias=False,
-        alibi=alibi, attention_dropout=0.0, hidden_dropout=0.0, attn_implementation="eager",
-    )  # fmt: skip
+        hidden_size=128,
+        num_attention_heads=4,
+        multi_query=True,
+        new_decoder_architecture=False,
+        bias=False,
+        alibi=alibi,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        attn_implementation="eager",
+    )
     other = modeling.FalconAttention(config, layer_idx=0).to(device)
     ours = MHA(
-        128, 4, 1, causal=True, qkv_proj_bias=False, out_proj_bias=False, rotary_emb_dim=0 if alibi else 32,
-        use_alibi=alibi, use_flash_attn=True, device=device,
-    )  # fmt: skip
+        128,
+        4,
+        1,
+        causal=True,
+        qkv_proj_bias=False,
+        out_proj_bias=False,
+        rotary_emb_dim=0 if alibi else 32,
+        use_alibi=alibi,
+        use_flash_attn=True,
+        device=device,
+    )
     state = other.state_dict()
     ours.load_state_dict({"Wqkv.weight": state["query_key_value.weight"], "out_proj.weight": state["dense.weight"]})
     x, dout = torch.randn(2, 2, 9, 128, device=device)
@@ -742,54 +793,104 @@ ERRORS = {
     "mask with flash": (FLASH, dict(key_padding_mask=KEEP), ValueError, "key_padding_mask can be given only without"),
     "mask of another shape": ({}, dict(key_padding_mask=KEEP[:, :4]), ValueError, r"mask must have shape \(2, 5\)"),
     "mask is no tensor": (
-        dict(num_heads_kv=2), dict(key_padding_mask=[[True] * 5] * 2), TypeError,
-        "key_padding_mask must be a torch.Tensor, found list"),
+        dict(num_heads_kv=2),
+        dict(key_padding_mask=[[True] * 5] * 2),
+        TypeError,
+        "key_padding_mask must be a torch.Tensor, found list",
+    ),
     "mask of one row, GQA": (
-        dict(num_heads_kv=2), dict(key_padding_mask=KEEP[0]), ValueError, r"mask must have shape \(2, 5\), found"),
+        dict(num_heads_kv=2),
+        dict(key_padding_mask=KEEP[0]),
+        ValueError,
+        r"mask must have shape \(2, 5\), found",
+    ),
     "mask of floats": ({}, dict(key_padding_mask=KEEP.float()), TypeError, "padding_mask must have dtype torch.bool"),
     "x_kv without cross": ({}, dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
     "x_kv, GQA": (dict(num_heads_kv=2), dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
     "x_kv of another batch": (
-        dict(cross_attn=True), dict(x_kv=X[:1]), ValueError, r"x_kv must have shape \(2, \*, 64\), found \(1, 5, 64\)"),
+        dict(cross_attn=True),
+        dict(x_kv=X[:1]),
+        ValueError,
+        r"x_kv must have shape \(2, \*, 64\), found \(1, 5, 64\)",
+    ),
     "x_kv is packed": (dict(cross_attn=True), dict(x_kv=X[0]), ValueError, r"x_kv must have shape \(2, \*, 64\)"),
     "subset without cross": ({}, dict(mixer_subset=[0]), ValueError, "mixer_subset can be given only with cross_attn"),
     "mask and use_flash_attn": (
-        FLASH, dict(key_padding_mask=KEEP), ValueError,
-        "without use_flash_attn: .* flash_attn.bert_padding.unpad_input, and give cu_seqlens and max_seqlen"),
+        FLASH,
+        dict(key_padding_mask=KEEP),
+        ValueError,
+        "without use_flash_attn: .* flash_attn.bert_padding.unpad_input, and give cu_seqlens and max_seqlen",
+    ),
     "cache and a mask": (
-        {}, dict(inference_params=PARAMS, key_padding_mask=KEEP), ValueError, "without inference_params"),
+        {},
+        dict(inference_params=PARAMS, key_padding_mask=KEEP),
+        ValueError,
+        "without inference_params",
+    ),
     "cache and a convolution": (dict(dwconv=True), dict(inference_params=PARAMS), ValueError, "without dwconv"),
     "cache without layer_idx": (dict(layer_idx=None), dict(inference_params=PARAMS), ValueError, "layer_idx must be"),
     "more sequences than rows": (
-        {}, dict(inference_params=InferenceParams(9, 1)), ValueError, "must be at most 1, as the cache, found 2"),
+        {},
+        dict(inference_params=InferenceParams(9, 1)),
+        ValueError,
+        "must be at most 1, as the cache, found 2",
+    ),
     "more tokens than room": (
-        {}, dict(inference_params=InferenceParams(4, 2)), ValueError, "must be at most 4, as the cache, found 5"),
+        {},
+        dict(inference_params=InferenceParams(4, 2)),
+        ValueError,
+        "must be at most 4, as the cache, found 5",
+    ),
     "decoding without a cache": (
-        FLASH, dict(inference_params=InferenceParams(9, 2, 3)), ValueError, "must hold layer_idx=0"),
+        FLASH,
+        dict(inference_params=InferenceParams(9, 2, 3)),
+        ValueError,
+        "must hold layer_idx=0",
+    ),
     "cache of other heads": (
-        {}, dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(2, 9, 2, 1, 16)})), ValueError,
-        r"key_value_memory_dict\[0\] must have shape \(\*, \*, 2, 4, 16\), found \(2, 9, 2, 1, 16\)"),
+        {},
+        dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(2, 9, 2, 1, 16)})),
+        ValueError,
+        r"key_value_memory_dict\[0\] must have shape \(\*, \*, 2, 4, 16\), found \(2, 9, 2, 1, 16\)",
+    ),
     "cache of another type": (
-        FLASH, dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(2, 9, 2, 4, 16).half()})), TypeError,
-        r"key_value_memory_dict\[0\] must have dtype torch.float32, found torch.float16"),
+        FLASH,
+        dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(2, 9, 2, 4, 16).half()})),
+        TypeError,
+        r"key_value_memory_dict\[0\] must have dtype torch.float32, found torch.float16",
+    ),
     "lengths of other rows": (
-        dict(rotary_emb_dim=16), dict(inference_params=InferenceParams(9, 4, 0, 2, {}, CU_SEQLENS)), ValueError,
-        "the length of inference_params.lengths_per_sample must be at least 4, for each row, found 3"),
+        dict(rotary_emb_dim=16),
+        dict(inference_params=InferenceParams(9, 4, 0, 2, {}, CU_SEQLENS)),
+        ValueError,
+        "the length of inference_params.lengths_per_sample must be at least 4, for each row, found 3",
+    ),
     "padding of other rows": (
-        dict(causal=True), dict(inference_params=InferenceParams(9, 4, 0, 2, leftpad_per_sample=CU_SEQLENS)),
-        ValueError, "the length of inference_params.leftpad_per_sample must be at least 4, for each row, found 3"),
+        dict(causal=True),
+        dict(inference_params=InferenceParams(9, 4, 0, 2, leftpad_per_sample=CU_SEQLENS)),
+        ValueError,
+        "the length of inference_params.leftpad_per_sample must be at least 4, for each row, found 3",
+    ),
     "padding that is no tensor": (
-        dict(causal=True), dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=[0, 1])), TypeError,
-        "inference_params.leftpad_per_sample must be a torch.Tensor, found list"),
+        dict(causal=True),
+        dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=[0, 1])),
+        TypeError,
+        "inference_params.leftpad_per_sample must be a torch.Tensor, found list",
+    ),
     "padding without a causal mask": (
-        {}, dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=CU_SEQLENS)), ValueError,
-        "causal must be true for prompts with padding, found False"),
+        {},
+        dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=CU_SEQLENS)),
+        ValueError,
+        "causal must be true for prompts with padding, found False",
+    ),
     "padding of cross attention": (
         dict(causal=True, cross_attn=True),
-        dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=CU_SEQLENS)), ValueError,
-        "leftpad_per_sample must be None with cross_attn"),
+        dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=CU_SEQLENS)),
+        ValueError,
+        "leftpad_per_sample must be None with cross_attn",
+    ),
     "unknown argument": ({}, dict(mask=KEEP), TypeError, "mask"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ERRORS)

@@ -92,15 +92,22 @@ def test_sizes():
         return {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
     assert shapes(Mlp(6)) == {
-        "fc1.weight": (24, 6), "fc1.bias": (24,), "fc2.weight": (6, 24), "fc2.bias": (6,),
-    }  # fmt: skip
+        "fc1.weight": (24, 6),
+        "fc1.bias": (24,),
+        "fc2.weight": (6, 24),
+        "fc2.bias": (6,),
+    }
     assert shapes(Mlp(6, 5, 4, bias1=False, bias2=False)) == {"fc1.weight": (5, 6), "fc2.weight": (4, 5)}
     assert shapes(GatedMlp(96)) == {
-        "fc1.weight": (512, 96), "fc1.bias": (512,), "fc2.weight": (96, 256), "fc2.bias": (96,),
-    }  # fmt: skip
+        "fc1.weight": (512, 96),
+        "fc1.bias": (512,),
+        "fc2.weight": (96, 256),
+        "fc2.bias": (96,),
+    }
     assert shapes(GatedMlp(96, 129, 8, multiple_of=64, bias1=False, bias2=False)) == {
-        "fc1.weight": (384, 96), "fc2.weight": (8, 192),
-    }  # fmt: skip
+        "fc1.weight": (384, 96),
+        "fc2.weight": (8, 192),
+    }
 
 
 @pytest.mark.parametrize("mlp_cls", [Mlp, GatedMlp])

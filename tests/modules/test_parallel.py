@@ -167,9 +167,11 @@ def check_batch_of_attention(group):
 def check_decoding(group):
     device = device_of(group)
     for options in (
-        dict(use_alibi=True, num_heads=6), dict(rotary_emb_dim=16, num_heads_kv=4, num_heads=8), dict(num_heads=6),
+        dict(use_alibi=True, num_heads=6),
+        dict(rotary_emb_dim=16, num_heads_kv=4, num_heads=8),
+        dict(num_heads=6),
         dict(rotary_emb_dim=16, num_heads_kv=1, num_heads=6),
-    ):  # fmt: skip
+    ):
         torch.manual_seed(1)
         heads = options["num_heads"]
         options = dict(causal=True, layer_idx=0, use_flash_attn=True, device=device) | options
@@ -293,8 +295,10 @@ def check_blocks(group):
             divided = blocks(
                 functools.partial(ParallelMHA, num_heads=4, **options | group_options),
                 functools.partial(ParallelFusedMLP, **group_options),
-                sequence_parallel=sequence_parallel, mark_shared_params=True, fused_dropout_add_ln=fused,
-            )  # fmt: skip
+                sequence_parallel=sequence_parallel,
+                mark_shared_params=True,
+                fused_dropout_add_ln=fused,
+            )
             divided.load_state_dict(part_of(whole.state_dict()))
             if parts.rank > 0:
                 nn.init.zeros_(divided[1].norm2.weight)

@@ -89,9 +89,15 @@ class Case:
             subsets = (torch.tensor(subset, dtype=torch.int32, device=device) for subset in self.subsets())
             options |= dict(zip(("x0_subset", "out_subset"), subsets), rowscale_const=1.5, out_rows=out_rows)
         tensors = (
-            x0, x1, residual, vector(True, shift), vector(self.bias, 0), vector(self.weight1, shift),
-            vector(self.weight1 and self.bias, 0), vector(self.colscale, 1),
-        )  # fmt: skip
+            x0,
+            x1,
+            residual,
+            vector(True, shift),
+            vector(self.bias, 0),
+            vector(self.weight1, shift),
+            vector(self.weight1 and self.bias, 0),
+            vector(self.colscale, 1),
+        )
         return dict(zip(INPUTS, tensors)), options
 
     def _laid_out(self, x, gap):
@@ -113,10 +119,19 @@ def norm(case, inputs, options, **more):
     inputs = dict(inputs)
     order = [inputs.pop(name) for name in ("x0", "residual", "weight", "bias")]
     return layer_norm_ops.forward(
-        *order, 1e-5, case.dropout_p, **inputs, **options, prenorm=True, residual_in_fp32=case.residual_in_fp32,
-        is_rms_norm=case.is_rms_norm, zero_centered_weight=case.zero_centered_weight,
-        out_dtype=DTYPES.get(case.out_dtype), return_mask=True, **more,
-    )  # fmt: skip
+        *order,
+        1e-5,
+        case.dropout_p,
+        **inputs,
+        **options,
+        prenorm=True,
+        residual_in_fp32=case.residual_in_fp32,
+        is_rms_norm=case.is_rms_norm,
+        zero_centered_weight=case.zero_centered_weight,
+        out_dtype=DTYPES.get(case.out_dtype),
+        return_mask=True,
+        **more,
+    )
 
 
 def results_and_gradients(function, inputs, incoming=None):
@@ -141,9 +156,12 @@ def oracle_options(case, options, masks, h_dtype=None):
         if name in options:
             options[name] = options[name].tolist()
     return options | dict(
-        keep=[None if mask is None else mask.bool() for mask in masks], dropout_p=case.dropout_p,
-        is_rms_norm=case.is_rms_norm, zero_centered_weight=case.zero_centered_weight, h_dtype=h_dtype,
-    )  # fmt: skip
+        keep=[None if mask is None else mask.bool() for mask in masks],
+        dropout_p=case.dropout_p,
+        is_rms_norm=case.is_rms_norm,
+        zero_centered_weight=case.zero_centered_weight,
+        h_dtype=h_dtype,
+    )
 
 
 def assert_right(case, device):
@@ -165,8 +183,9 @@ def assert_right(case, device):
     h_dtype = results[-1].dtype
     plain, plain_grads, _ = results_and_gradients(
         lambda leaves: oracle.layer_norm(*leaves.values(), **oracle_options(case, options, kept, h_dtype)),
-        inputs, incoming,
-    )  # fmt: skip
+        inputs,
+        incoming,
+    )
     names = ["out", "out1", "h"] if case.weight1 else ["out", "h"]
     names += ["d" + name for name, x in inputs.items() if x is not None]
     for name, found, want, baseline in zip(names, (*results, *grads), (*exact, *exact_grads), (*plain, *plain_grads)):

@@ -152,8 +152,11 @@ def test_compiled(backend, device):
     x, y, g = draw((6, 40), "bf16", device)
     wide = torch.cat([x, y], dim=-1)
     for function, inputs in (
-        (swiglu, [x, y]), (swiglu_of_halves, [wide]), (fast_gelu_impl, [x]), (bias_gelu_impl, [x, y[0]]),
-    ):  # fmt: skip
+        (swiglu, [x, y]),
+        (swiglu_of_halves, [wide]),
+        (fast_gelu_impl, [x]),
+        (bias_gelu_impl, [x, y[0]]),
+    ):
         compiled = torch.compile(function, fullgraph=True, backend=backend)
         torch.testing.assert_close(gradients(compiled, inputs, g), gradients(function, inputs, g))
 

@@ -180,9 +180,16 @@ def test_mlp(case, device):
 
     def ours(x, weight1, bias1, weight2, bias2):
         return fused_mlp_func(
-            x, weight1, weight2, bias1, bias2, case.activation, return_residual=case.residual,
-            checkpoint_lvl=case.checkpoint_lvl, heuristic=case.heuristic,
-        )  # fmt: skip
+            x,
+            weight1,
+            weight2,
+            bias1,
+            bias2,
+            case.activation,
+            return_residual=case.residual,
+            checkpoint_lvl=case.checkpoint_lvl,
+            heuristic=case.heuristic,
+        )
 
     def with_residual(mlp, *inputs):
         out = mlp(*inputs, case.activation)
@@ -204,8 +211,10 @@ def test_dense(case, device):
     formulas = (functools.partial(with_residual, linear) for linear in (oracle.linear, plain_linear))
     assert_like_formula(
         lambda x, weight, bias: fused_dense_func(x, weight, bias, return_residual=case.residual),
-        *formulas, [x, weight, bias], [dout] if dresidual is None else [dout, dresidual],
-    )  # fmt: skip
+        *formulas,
+        [x, weight, bias],
+        [dout] if dresidual is None else [dout, dresidual],
+    )
 
 
 FEW_ROWS = params(
@@ -287,13 +296,21 @@ def test_empty(activation, zero, dtype, device):
     case = Case(shape=(sizes[0], 3), widths=tuple(sizes[1:]), dtype=dtype, activation=activation)
     *inputs, dout, _ = case.draw(device)
     x, weight1, bias1, weight2, bias2 = inputs
-    assert_like_formula(lambda *args: fused_dense_func(*args), oracle.linear, plain_linear, [x, weight1, bias1],
-                        [torch.ones(5 if zero else 0, 3, sizes[2], device=device)])  # fmt: skip
+    assert_like_formula(
+        lambda *args: fused_dense_func(*args),
+        oracle.linear,
+        plain_linear,
+        [x, weight1, bias1],
+        [torch.ones(5 if zero else 0, 3, sizes[2], device=device)],
+    )
     for level in (0, 1, 2):
         assert_like_formula(
             lambda x, w1, b1, w2, b2, level=level: fused_mlp_func(x, w1, w2, b1, b2, activation, checkpoint_lvl=level),
-            lambda *args: oracle.mlp(*args, activation), lambda *args: plain_mlp(*args, activation), inputs, [dout],
-        )  # fmt: skip
+            lambda *args: oracle.mlp(*args, activation),
+            lambda *args: plain_mlp(*args, activation),
+            inputs,
+            [dout],
+        )
 
 
 @pytest.mark.parametrize("frozen", range(5))
@@ -653,9 +670,11 @@ OTHER_ERRORS = {
     "MLP: no group": (lambda: ParallelFusedMLP(8), TypeError, "process_group must be a torch.distributed group"),
     "shim: rows": (lambda: fused_dense_lib.linear_bias_wgrad(X, X[:2], True), ValueError, "d_output must have shape"),
     "shim: pre_act": (
-        lambda: fused_dense_lib.bias_act_linear_dgrad_bgrad(W2, X[:, :4], X, True, 0), ValueError,
-        "pre_act must have shape"),
-}  # fmt: skip
+        lambda: fused_dense_lib.bias_act_linear_dgrad_bgrad(W2, X[:, :4], X, True, 0),
+        ValueError,
+        "pre_act must have shape",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", OTHER_ERRORS)

@@ -97,9 +97,15 @@ def check_mlps(group, sequence_parallel, dtype, checkpoint_lvl, activation):
     mine = units(hidden, group, 1)
     divided = (lambda tensor: share(tensor, group)) if sequence_parallel else (lambda tensor: tensor)
     module = ParallelFusedMLP(
-        24, hidden, activation=activation, process_group=group, sequence_parallel=sequence_parallel,
-        checkpoint_lvl=checkpoint_lvl, device=device, dtype=kind,
-    )  # fmt: skip
+        24,
+        hidden,
+        activation=activation,
+        process_group=group,
+        sequence_parallel=sequence_parallel,
+        checkpoint_lvl=checkpoint_lvl,
+        device=device,
+        dtype=kind,
+    )
     with torch.no_grad():
         module.fc1.weight.copy_(whole.fc1.weight[mine])
         module.fc1.bias.copy_(whole.fc1.bias[mine])

@@ -169,8 +169,10 @@ def test_what_is_dropped_may_be_anything(device):
 
 BUFFER = torch.empty(2, 6, 64)
 LAYER_FUNCTIONS = (
-    layer_norm.dropout_add_layer_norm, layer_norm.dropout_add_layer_norm_parallel_residual, layer_norm_fn
-)  # fmt: skip
+    layer_norm.dropout_add_layer_norm,
+    layer_norm.dropout_add_layer_norm_parallel_residual,
+    layer_norm_fn,
+)
 RMS_FUNCTIONS = rms_norm.dropout_add_rms_norm, rms_norm.dropout_add_rms_norm_parallel_residual, rms_norm_fn
 
 
@@ -237,9 +239,20 @@ def test_subsets_of_sequences(kernels, device, request):
     out_subset = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 10, -1], [0, 0, 0]], dtype=torch.int32, device=device)
     for p, with_mask in itertools.product((0.0, 0.5), (False, True)):
         out, h, *mask = layer_norm.dropout_add_layer_norm_subset(
-            x0, residual, W.to(device), None, p, 1e-5, None, x0_subset, out_subset, 1.5, 9, True,
+            x0,
+            residual,
+            W.to(device),
+            None,
+            p,
+            1e-5,
+            None,
+            x0_subset,
+            out_subset,
+            1.5,
+            9,
+            True,
             return_dropout_mask=with_mask,
-        )  # fmt: skip
+        )
         assert (out.shape, h.shape) == ((3, 3, 64), (4, 3, 64))
         assert [m.shape for m in mask] == [x0.shape] * with_mask
         assert torch.equal(out[2], torch.zeros_like(out[2]))
@@ -257,9 +270,17 @@ def test_rows_that_nothing_becomes_are_zeros(kernels, device, request):
     for entries in (0, 3):
         subset = torch.zeros(entries * 4, dtype=torch.int32, device=device)
         out, h = layer_norm.dropout_add_layer_norm_subset(
-            torch.empty(0, 4, 64, device=device), None, W.to(device), None, 0.0, 1e-5, x0_subset=subset,
-            out_subset=subset, out_numrows=8, prenorm=True,
-        )  # fmt: skip
+            torch.empty(0, 4, 64, device=device),
+            None,
+            W.to(device),
+            None,
+            0.0,
+            1e-5,
+            x0_subset=subset,
+            out_subset=subset,
+            out_numrows=8,
+            prenorm=True,
+        )
         assert torch.equal(out, torch.zeros(2, 4, 64, device=device))
         assert torch.equal(h, torch.zeros(entries, 4, 64, device=device))
 
@@ -354,8 +375,14 @@ def test_rms_norm_modules(zero_centered_weight, device):
 @pytest.mark.parametrize("rows", [(5, 7), ()], ids=["rows", "one row"])
 def test_norm_and_linear(rms, prenorm, residual, bias, rows, device):
     x, residual = torch.randn(2, *rows, 64, device=device)
-    inputs = dict(x=x, residual=residual, norm_weight=torch.rand(64, device=device), norm_bias=None,
-                  linear_weight=torch.randn(48, 64, device=device), linear_bias=None)  # fmt: skip
+    inputs = dict(
+        x=x,
+        residual=residual,
+        norm_weight=torch.rand(64, device=device),
+        norm_bias=None,
+        linear_weight=torch.randn(48, 64, device=device),
+        linear_bias=None,
+    )
     if bias:
         inputs |= dict(norm_bias=torch.randn(64, device=device), linear_bias=torch.randn(48, device=device))
     inputs["residual"] = residual if prenorm else None
@@ -600,13 +627,15 @@ def test_other_names():
 
 @pytest.mark.parametrize(
     "case",
-    params([
-        Case(shape=(40,), dropout_p=0.3, residual="fp32", rowscale=True, colscale=True),
-        Case(shape=(40,), is_rms_norm=True),
-        Case(shape=(40,), subset=True, residual="bf16", dropout_p=0.3),
-        Case(shape=(40,), residual_in_fp32=True, bias=False),
-    ]),
-)  # fmt: skip
+    params(
+        [
+            Case(shape=(40,), dropout_p=0.3, residual="fp32", rowscale=True, colscale=True),
+            Case(shape=(40,), is_rms_norm=True),
+            Case(shape=(40,), subset=True, residual="bf16", dropout_p=0.3),
+            Case(shape=(40,), residual_in_fp32=True, bias=False),
+        ]
+    ),
+)
 def test_dropout_layer_norm(case, device):
     """dropout_layer_norm gives what the op and its autograd give."""
     inputs, options = case.draw(device)
@@ -617,20 +646,44 @@ def test_dropout_layer_norm(case, device):
     const, out_rows = options.get("rowscale_const", 1.0), options.get("out_rows", 0)
     torch.manual_seed(11)
     z, x, dmask, mu, rsigma = dropout_layer_norm.dropout_add_ln_fwd(
-        inputs["x0"], inputs["residual"], inputs["weight"], inputs["bias"], options.get("rowscale"), inputs["colscale"],
-        *subsets, case.dropout_p, 1e-5, const, out_rows, None, residual_in_fp32=case.residual_in_fp32,
+        inputs["x0"],
+        inputs["residual"],
+        inputs["weight"],
+        inputs["bias"],
+        options.get("rowscale"),
+        inputs["colscale"],
+        *subsets,
+        case.dropout_p,
+        1e-5,
+        const,
+        out_rows,
+        None,
+        residual_in_fp32=case.residual_in_fp32,
         is_rms_norm=case.is_rms_norm,
-    )  # fmt: skip
+    )
     assert (x is None) == (case == Case(shape=(40,), is_rms_norm=True))
     assert (dmask is None) == (case.dropout_p == 0)
     x = inputs["x0"] if x is None else x
     assert torch.equal(z, results[0]) and torch.equal(x, results[1])
     torch.testing.assert_close(mu, x.float().mean(-1), rtol=0.02, atol=0.01)
     dx0, dresidual, dgamma, dbeta, _, _, *dcolscale = dropout_layer_norm.dropout_add_ln_bwd(
-        dz, dx, x, inputs["x0"] if case.colscale else None, dmask, mu, rsigma, inputs["weight"],
-        options.get("rowscale"), inputs["colscale"], *subsets, case.dropout_p, const, len(inputs["x0"]),
-        bool(case.residual), is_rms_norm=case.is_rms_norm,
-    )  # fmt: skip
+        dz,
+        dx,
+        x,
+        inputs["x0"] if case.colscale else None,
+        dmask,
+        mu,
+        rsigma,
+        inputs["weight"],
+        options.get("rowscale"),
+        inputs["colscale"],
+        *subsets,
+        case.dropout_p,
+        const,
+        len(inputs["x0"]),
+        bool(case.residual),
+        is_rms_norm=case.is_rms_norm,
+    )
     expected = dict(zip([name for name, value in inputs.items() if value is not None], grads, strict=True))
     found = dict(x0=dx0, residual=dresidual, weight=dgamma, bias=dbeta if case.bias else None)
     found |= dict(colscale=dcolscale[0] if dcolscale else None)
@@ -656,9 +709,20 @@ def test_dropout_layer_norm_of_two_branches(tied, has_x1, device):
     for found, expected in zip([y for y in (z0, z1, x) if y is not None], results, strict=True):
         assert torch.equal(found, expected)
     gradients = dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(
-        incoming[0], None if tied else incoming[1], incoming[-1], x, dmask0, dmask1, mu, rsigma, inputs["weight"],
-        inputs["weight1"], case.dropout_p, has_x1, True,
-    )  # fmt: skip
+        incoming[0],
+        None if tied else incoming[1],
+        incoming[-1],
+        x,
+        dmask0,
+        dmask1,
+        mu,
+        rsigma,
+        inputs["weight"],
+        inputs["weight1"],
+        case.dropout_p,
+        has_x1,
+        True,
+    )
     assert len(gradients) == 11
     for found, expected in zip([d for d in gradients if d is not None], grads, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -717,8 +781,17 @@ SUBSET_ERRORS = {
 @pytest.mark.parametrize("what", SUBSET_ERRORS)
 def test_subset_error(what):
     changes, error, message = SUBSET_ERRORS[what]
-    good = dict(x0=X, residual=X, weight=W, bias=W, dropout_p=0.0, epsilon=1e-5, x0_subset=SUBSETS, out_subset=SUBSETS,
-                out_numrows=12)  # fmt: skip
+    good = dict(
+        x0=X,
+        residual=X,
+        weight=W,
+        bias=W,
+        dropout_p=0.0,
+        epsilon=1e-5,
+        x0_subset=SUBSETS,
+        out_subset=SUBSETS,
+        out_numrows=12,
+    )
     with pytest.raises(error, match=message):
         layer_norm.dropout_add_layer_norm_subset(**(good | changes))
 
@@ -743,7 +816,7 @@ def test_odd_but_legal():
     assert torch.equal(found, expected)
     good = dict(x=X, norm_weight=W, norm_bias=None, linear_weight=X[0], linear_bias=None, eps=0.25)
     assert torch.equal(layer_norm_linear_fn(**good | dict(eps=torch.tensor(0.25))), layer_norm_linear_fn(**good))
-    with pytest.raises(ValueError, match="epsilon must not require grad, as it gets none"):
+    with pytest.raises(ValueError, match="epsilon must not require grad, since no gradient is computed for it"):
         layer_norm_linear_fn(**good | dict(eps=torch.tensor(0.25, requires_grad=True)))
 
 
@@ -784,22 +857,40 @@ def test_other_errors():
     subsets = dict.fromkeys(("x0_subset_", "z_subset_"), torch.arange(1, 7, dtype=torch.int32))
     for changes, message in (
         (dict(dz=z[0]), "dz must have shape"),
-        (dict(dmask_=torch.ones(6, 64, dtype=torch.uint8)), "dmask_ must be given with dropout_p > 0, and only then"),
-        (dict(colscale_=W), "x0_ must be given with colscale_, and only then"),
+        (
+            dict(dmask_=torch.ones(6, 64, dtype=torch.uint8)),
+            "dmask_ must be given with dropout_p > 0 and must be None without it",
+        ),
+        (dict(colscale_=W), "x0_ must be given with colscale_ and must be None without it"),
         (dict(mu=mu[:3]), "mu must have shape"),
         (dict(**subsets, x0_numrows=-1), "x0_numrows must be at least 0"),
-        (dict(z_subset_=subsets["z_subset_"]), "z_subset_ must be given with x0_subset_, and only then"),
+        (dict(z_subset_=subsets["z_subset_"]), "z_subset_ must be given with x0_subset_ and must be None without it"),
     ):
-        arguments = dict(dz=z, dx_=None, x=x, x0_=None, dmask_=None, mu=mu, rsigma=rsigma, gamma=W, rowscale_=None,
-                         colscale_=None, x0_subset_=None, z_subset_=None, dropout_p=0.0, rowscale_const=1.0,
-                         x0_numrows=6, has_residual=False)  # fmt: skip
+        arguments = dict(
+            dz=z,
+            dx_=None,
+            x=x,
+            x0_=None,
+            dmask_=None,
+            mu=mu,
+            rsigma=rsigma,
+            gamma=W,
+            rowscale_=None,
+            colscale_=None,
+            x0_subset_=None,
+            z_subset_=None,
+            dropout_p=0.0,
+            rowscale_const=1.0,
+            x0_numrows=6,
+            has_residual=False,
+        )
         with pytest.raises(ValueError, match=message):
             dropout_layer_norm.dropout_add_ln_bwd(**(arguments | changes))
     with pytest.raises(TypeError, match=r"rsigma must be a torch\.Tensor"):
         dropout_layer_norm.dropout_add_ln_bwd(**(arguments | dict(rsigma=None)))
     with pytest.raises(TypeError, match="x0_numrows must be an integer"):
         dropout_layer_norm.dropout_add_ln_bwd(**(arguments | subsets | dict(x0_numrows="6")))
-    with pytest.raises(ValueError, match="dz1_ must be given with gamma1_, and only then"):
+    with pytest.raises(ValueError, match="dz1_ must be given with gamma1_ and must be None without it"):
         dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(
             z, None, None, x, None, None, mu, rsigma, W, W, 0.0, False, False
         )

@@ -117,8 +117,7 @@ def test_against_float64(row, device, backend):
         alone, nothing = fwd(x, weight, some_bias, activation, False)
         check(alone, formula, x, weight, wide_bias)
         assert nothing.numel() == 0
-    check(dgrad(dout, weight, None if activation == "id" else act_input, activation), gradient,
-          dout, weight, act_input)  # fmt: skip
+    check(dgrad(dout, weight, None if activation == "id" else act_input, activation), gradient, dout, weight, act_input)
 
 
 @pytest.mark.cuda

@@ -10,7 +10,7 @@ from compare import assert_same_but_for_rounding
 from problems import Problem, cumulative
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attn._reference.options import Options
+from flash_attn._reference.attention.options import Options
 
 
 def options_of(case, device):

@@ -144,8 +144,10 @@ def _completed(pair, factors, rng, missing):
     row, position = dict(pair), {name: i for i, name in enumerate(factors)}
 
     def new_pairs(one):
-        return sum(((other, one) if position[other[0]] < position[one[0]] else (one, other)) in missing
-                   for other in row.items())  # fmt: skip
+        return sum(
+            ((other, one) if position[other[0]] < position[one[0]] else (one, other)) in missing
+            for other in row.items()
+        )
 
     for name in rng.sample([name for name in factors if name not in row], k=len(factors) - 2):
         indices = rng.sample(range(len(factors[name])), k=len(factors[name]))

@@ -171,8 +171,11 @@ class Featured(Case):
                 kind = others if self.fixed_bias else differentiable
                 kind["attn_bias"] = bias.to(DTYPES[self.bias_dtype or self.dtype])
         if self.ranges:
-            sizes = (self.heads if "h" in self.ranges else 1, total_q) if self.varlen else (
-                self.batch, self.heads if "h" in self.ranges else 1, self.seqlen_q)  # fmt: skip
+            sizes = (
+                (self.heads if "h" in self.ranges else 1, total_q)
+                if self.varlen
+                else (self.batch, self.heads if "h" in self.ranges else 1, self.seqlen_q)
+            )
             count = int(self.ranges[0])
             bounds = torch.randint(-5, self.seqlen_k + 6, (*sizes, count), device=device, generator=generator)
             bounds = bounds.unflatten(-1, (-1, 2)).sort(-1).values.flatten(-2)
@@ -218,16 +221,27 @@ class Featured(Case):
         flag = options.pop("causal")
         causal = [flag] * self.batch if causal is None else causal.tolist()
         function = functools.partial(
-            oracle.featured_attention, q, k, v, rows, keys, causal=causal, keep=keep,
+            oracle.featured_attention,
+            q,
+            k,
+            v,
+            rows,
+            keys,
+            causal=causal,
+            keep=keep,
             key_ranges=None if ranges is None else lambda b, row: self.of_entry(ranges, b, row, -3, keys),
             attn_bias=None if bias is None else lambda b, row: self.of_entry(bias, b, row, -2, keys),
-            attention_chunk=self.chunk, **options,
-        )  # fmt: skip
+            attention_chunk=self.chunk,
+            **options,
+        )
         out, lse = function()
         if scores:
             return self.largest_scores(q, k, rows, keys, function)
-        return (out, lse) if self.varlen else (
-            out.unflatten(0, (self.batch, -1)), lse.unflatten(1, (self.batch, -1)).transpose(0, 1))  # fmt: skip
+        return (
+            (out, lse)
+            if self.varlen
+            else (out.unflatten(0, (self.batch, -1)), lse.unflatten(1, (self.batch, -1)).transpose(0, 1))
+        )
 
     def of_entry(self, x, b, row, at, keys):
         """The part of key_ranges or a bias for the rows of entry b: (heads or 1, rows or 1, ..)."""

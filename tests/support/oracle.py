@@ -137,9 +137,20 @@ def intervals(seqlen_q, seqlen_k, key_ranges=None, attention_chunk=0, causal=Non
 
 
 def featured_attention(
-    q, k, v, rows, keys, *, key_ranges=None, attention_chunk=0, causal=False, attn_bias=None, keep=None,
-    alibi_slopes=None, **options,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    rows,
+    keys,
+    *,
+    key_ranges=None,
+    attention_chunk=0,
+    causal=False,
+    attn_bias=None,
+    keep=None,
+    alibi_slopes=None,
+    **options,
+):
     """`attention` with features of the entries of packed tokens: out (total_q, heads, any), lse (heads, total_q).
 
     rows, keys: the slices of tokens of each entry that are used. Tokens of none give 0 and +inf. causal: one flag for
@@ -154,9 +165,15 @@ def featured_attention(
         if bias is not None and bias.shape[-1] > 1:
             bias = bias[..., :seqlen_k]
         o, m = attention(
-            q[None, row], k[None, key], v[None, key], seen=seen, attn_bias=bias,
-            keep=None if keep is None else keep[b : b + 1], alibi_slopes=_entry_slopes(alibi_slopes, b), **options,
-        )  # fmt: skip
+            q[None, row],
+            k[None, key],
+            v[None, key],
+            seen=seen,
+            attn_bias=bias,
+            keep=None if keep is None else keep[b : b + 1],
+            alibi_slopes=_entry_slopes(alibi_slopes, b),
+            **options,
+        )
         index = torch.arange(row.start, row.stop, device=q.device)
         out, lse = out.index_copy(0, index, o[0]), lse.index_copy(1, index, m[0])
     return out, lse
@@ -281,9 +298,7 @@ def philox(counter, key, rounds=7):
     return c
 
 
-def cross_entropy(
-    logits, labels, *, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100
-):  # fmt: skip
+def cross_entropy(logits, labels, *, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100):
     """(losses, z_losses) of each row; 0 where the label is ignore_index or no class."""
     kept = (labels != ignore_index) & (labels >= 0) & (labels < logits.shape[1])
     scores = logits[kept] * logit_scale

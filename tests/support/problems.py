@@ -89,8 +89,10 @@ class Problem(Case):
         q, k, v, dout = (x.flatten(0, 1) for x in self.but(layout="contiguous").tensors(device))
         no_query = _unused(len(q), queries, [0] * self.batch, queries).to(device)
         no_key = _unused(len(k), keys, pad, used).to(device)
-        return [x.masked_fill(no[:, None, None], float("nan")) for x, no in
-                ((q, no_query), (k, no_key), (v, no_key), (dout, no_query))]  # fmt: skip
+        return [
+            x.masked_fill(no[:, None, None], float("nan"))
+            for x, no in ((q, no_query), (k, no_key), (v, no_key), (dout, no_query))
+        ]
 
     def formed(self, tokens):
         """(tokens, ...) as the functions take it."""

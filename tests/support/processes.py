@@ -22,9 +22,15 @@ ON_GPUS = [
 ]
 _TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
 _PRELOADED = [
-    "torch", "torch.distributed", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.tensor",
-    "lightning", "families", "src.engines",
-]  # fmt: skip
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.tensor",
+    "lightning",
+    "families",
+    "src.engines",
+]
 _GROUPS = {}  # (world, backend): the group in use
 
 

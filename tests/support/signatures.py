@@ -972,3 +972,43 @@ SIGNATURES = {
         "backward": "grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1",
     },
 }
+
+# What others import besides the functions and layers above: other classes, constants, and names under a second path.
+OTHER_NAMES = {
+    "flash_attn": (
+        "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
+        "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
+    ),
+    "flash_attn.bert_padding": "IndexFirstAxis IndexFirstAxisResidual IndexPutFirstAxis",
+    "flash_attn.flash_attn_interface": (
+        "FlashAttnFunc FlashAttnKVPackedFunc FlashAttnQKVPackedFunc FlashAttnVarlenFunc FlashAttnVarlenKVPackedFunc "
+        "FlashAttnVarlenQKVPackedFunc USE_TRITON_ROCM flash_attn_gpu"
+    ),
+    "flash_attn.fused_softmax": "AttnMaskType ScaledMaskedSoftmax ScaledUpperTriangMaskedSoftmax",
+    "flash_attn.integrations.transformers": "Mask",
+    "flash_attn.layers.rotary": "ApplyRotaryEmb ApplyRotaryEmbKV_ ApplyRotaryEmbQKV_",
+    "flash_attn.models.bert": (
+        "BertForPreTrainingOutput BertForQuestionAnsweringOutput BertHeadOutput BertModelOutput Config _init_weights"
+    ),
+    "flash_attn.models.gpt": "_init_weights remap_state_dict_hf_bigcode remap_state_dict_hf_falcon",
+    "flash_attn.models.gpt_neox": "remap_state_dict_hf_gpt_neox",
+    "flash_attn.models.gptj": "remap_state_dict_hf_gptj",
+    "flash_attn.models.llama": "remap_state_dict_hf_llama",
+    "flash_attn.models.opt": "remap_state_dict_hf_opt",
+    "flash_attn.modules.mha": (
+        "ColumnParallelLinear FusedDense RotaryEmbedding RowParallelLinear flash_attn_kvpacked_func "
+        "flash_attn_qkvpacked_func flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func "
+        "flash_attn_with_kvcache get_dim_for_local_rank"
+    ),
+    "flash_attn.modules.mlp": "FusedMLP ParallelFusedMLP",
+    "flash_attn.ops.activations": "FastGeLUFunction GeLUFunction SwiGLUFunction",
+    "flash_attn.ops.fused_dense": "FusedDenseFunc FusedMLPFunc",
+    "flash_attn.ops.layer_norm": (
+        "DropoutAddLayerNormFn DropoutAddLayerNormParallelResidualFn DropoutAddLayerNormSubsetFn"
+    ),
+    "flash_attn.ops.triton.cross_entropy": "CrossEntropyLoss",
+    "flash_attn.ops.triton.k_activations": "Activation",
+    "flash_attn.ops.triton.layer_norm": "LayerNormFn LayerNormLinearFn",
+    "flash_attn.ops.triton.mlp": "FusedDenseSqreluDenseFunc",
+    "flash_attn.utils.distributed": "AllGatherFunc AllReduceFunc ReduceScatterFunc ReplicatedFunc",
+}

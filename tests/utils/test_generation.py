@@ -175,10 +175,12 @@ def each_alone(model, input_ids, attention_mask, max_length):
 def scores_alone(model, sequences, attention_mask):
     """The logits (batch, new tokens, vocab) after each token of the sequences without their padding."""
     seqlen = attention_mask.shape[1]
-    return torch.stack([
-        model(row[None, seqlen - mask.sum() :]).logits[0, mask.sum() - 1 : -1]
-        for row, mask in zip(sequences, attention_mask)
-    ])  # fmt: skip
+    return torch.stack(
+        [
+            model(row[None, seqlen - mask.sum() :]).logits[0, mask.sum() - 1 : -1]
+            for row, mask in zip(sequences, attention_mask)
+        ]
+    )
 
 
 def check_padded(model, input_ids, attention_mask, **options):
@@ -256,9 +258,14 @@ def test_prompts_of_different_lengths_stream_and_end_at_different_steps(device):
             row[7 + after[0] :] = VOCAB
     streamer = Streamer()
     sequences = model.generate(
-        input_ids, 20, vocab_size=VOCAB, attention_mask=attention_mask, eos_token_id=end, pad_token_id=VOCAB,
+        input_ids,
+        20,
+        vocab_size=VOCAB,
+        attention_mask=attention_mask,
+        eos_token_id=end,
+        pad_token_id=VOCAB,
         streamer=streamer,
-    )  # fmt: skip
+    )
     assert torch.equal(sequences, expected[:, : sequences.shape[1]])
     first, *others = streamer.pieces
     assert torch.equal(torch.cat([first, torch.stack(others, dim=1)], dim=1), sequences.cpu())
@@ -305,9 +312,14 @@ def test_odd_but_legal(device):
     model = Scripted([[1, 2, 9, 4, 5, 6, 7], [1, 2, 3, 4, 9, 6, 7]], device)
     input_ids = torch.zeros(2, 1, dtype=torch.int32, device=device)
     odd = dict(
-        top_k=torch.tensor(2), top_p=torch.tensor(1e-9), temperature=torch.tensor(0.5), vocab_size=10.0,
-        eos_token_id=torch.tensor(9), pad_token_id=np.int64(8), repetition_penalty=torch.tensor(1.0),
-    )  # fmt: skip
+        top_k=torch.tensor(2),
+        top_p=torch.tensor(1e-9),
+        temperature=torch.tensor(0.5),
+        vocab_size=10.0,
+        eos_token_id=torch.tensor(9),
+        pad_token_id=np.int64(8),
+        repetition_penalty=torch.tensor(1.0),
+    )
     found = decode(input_ids, model, torch.tensor(7.0), **odd).sequences
     assert (found.dtype, found.tolist()) == (torch.int64, [[0, 1, 2, 9, 8, 8], [0, 1, 2, 3, 4, 9]])
 
@@ -443,9 +455,7 @@ def test_speculative(options, lookahead, device):
     expected, scores = greedy(model, input_ids, 20)
     unlike = Model(layers=1, device=device, **options).eval()
     for draft in (model, unlike, Sometimes(model)):
-        output = decode_speculative(
-            input_ids, model, draft, 20, speculative_lookahead=lookahead, vocab_size=VOCAB
-        )  # fmt: skip
+        output = decode_speculative(input_ids, model, draft, 20, speculative_lookahead=lookahead, vocab_size=VOCAB)
         assert torch.equal(output.sequences, expected)
         torch.testing.assert_close(torch.stack(output.scores), torch.stack(scores), rtol=1e-4, atol=1e-4)
 
@@ -572,7 +582,7 @@ def test_which_graphs_are_replayed_in_speculative_decoding(options, graphs, devi
             for lookahead in (3, 8):
                 found = decode_speculative(
                     input_ids, model, draft, max_length, speculative_lookahead=lookahead, vocab_size=VOCAB, cg=True
-                )  # fmt: skip
+                )
                 assert torch.equal(found.sequences, expected)
     assert model._decoding_cache.callables.keys() == {(1, n) for n in range(1, 10)}
     assert model._draft_decoding_cache.callables.keys() == {(1, 1), (1, 2)}

@@ -116,8 +116,13 @@ def test_keys_with_values(device):
         q, k, v, queries, keys, kvpacked=True
     )
     assert [cu_q.tolist(), cu_k.tolist(), max_q, max_k, used_q, used_k] == [
-        [0, 2, 7, 7], [0, 3, 4, 6], 5, 3, None, None
-    ]  # fmt: skip
+        [0, 2, 7, 7],
+        [0, 3, 4, 6],
+        5,
+        3,
+        None,
+        None,
+    ]
     assert_packed(q_unpad, q1, queries, dq_pad)
     assert_packed(q_unpad, q1, queries, out_pad)
     assert_packed(kv_unpad, kv, keys, dkv_pad)
@@ -371,11 +376,22 @@ def test_attention(case, device):
     def ours(q, k, v, bias=None, qv=None):
         causal = visible.get("window") == (-1, 0)
         return attention_ref(
-            q, k, v, *masks, bias, dropout_mask=keep, qv=qv, **descales, causal=causal,
+            q,
+            k,
+            v,
+            *masks,
+            bias,
+            dropout_mask=keep,
+            qv=qv,
+            **descales,
+            causal=causal,
             window_size=(-1, -1) if causal else visible.get("window", (-1, -1)),
-            attention_chunk=visible.get("chunk", 0), sink_token_length=visible.get("sinks", 0),
-            intermediate_dtype=case["rounded"], **options, **case["precision"],
-        )  # fmt: skip
+            attention_chunk=visible.get("chunk", 0),
+            sink_token_length=visible.get("sinks", 0),
+            intermediate_dtype=case["rounded"],
+            **options,
+            **case["precision"],
+        )
 
     def expected(q, k, v, bias=None, qv=None):
         def scaled(x, name):
@@ -558,12 +574,21 @@ ERRORS = {
     "kvpacked": (lambda: QKV(kvpacked=None), TypeError, "kvpacked must be a bool"),
     "packed values of another size": (lambda: QKV(kvpacked=True), ValueError, r"v must have shape \(3, 4, 2, 8\)"),
     "packed keys of another size": (
-        lambda: generate_qkv(Q, K, K, qkvpacked=True), ValueError, r"k must have shape \(3, 5, 4, 8\)"),
+        lambda: generate_qkv(Q, K, K, qkvpacked=True),
+        ValueError,
+        r"k must have shape \(3, 5, 4, 8\)",
+    ),
     "qv with packing": (
-        lambda: generate_qkv(Q, K, K, qv=Q, kvpacked=True), ValueError, "qv must be None with kvpacked or qkvpacked"),
+        lambda: generate_qkv(Q, K, K, qv=Q, kvpacked=True),
+        ValueError,
+        "qv must be None with kvpacked or qkvpacked",
+    ),
     "packed twice": (lambda: SQUARE(kvpacked=True), ValueError, "kvpacked must be False with qkvpacked, found True"),
     "unused and qkvpacked": (
-        lambda: SQUARE(query_unused_mask=~MASK_Q), ValueError, "query_unused_mask must be None with qkvpacked"),
+        lambda: SQUARE(query_unused_mask=~MASK_Q),
+        ValueError,
+        "query_unused_mask must be None with qkvpacked",
+    ),
     "padding differs": (lambda: SQUARE(MASK_Q), ValueError, "key_padding_mask must equal query_padding_mask"),
     "window": (lambda: LOCAL((1,)), ValueError, r"window_size must be two integers \(left, right\), found \(1,\)"),
     "sinks": (lambda: LOCAL(sink_token_length=-1), ValueError, "sink_token_length must be at least 0, found -1"),
@@ -571,27 +596,44 @@ ERRORS = {
     "seqlen_k": (lambda: construct_local_mask(4, 4.0), TypeError, "seqlen_k must be an integer, found float"),
     "no chunk": (lambda: construct_chunk_mask(5, 4, 0), ValueError, "attention_chunk must be at least 1, found 0"),
     "padding of a seqlen": (
-        lambda: LOCAL(query_padding_mask=MASK_K), ValueError, r"query_padding_mask must have shape \(\*, 5\), found"),
+        lambda: LOCAL(query_padding_mask=MASK_K),
+        ValueError,
+        r"query_padding_mask must have shape \(\*, 5\), found",
+    ),
     "padding of two batches": (
-        lambda: LOCAL(query_padding_mask=MASK_Q, key_padding_mask=MASK_K[:2]), ValueError, r"have shape \(3, 4\)"),
+        lambda: LOCAL(query_padding_mask=MASK_Q, key_padding_mask=MASK_K[:2]),
+        ValueError,
+        r"have shape \(3, 4\)",
+    ),
     "leftpad of floats": (lambda: LOCAL(key_leftpad=torch.zeros(3)), TypeError, "key_leftpad must have dtype torch.in"),
     "leftpad of a number": (
-        lambda: construct_chunk_mask(5, 4, 2, key_leftpad=torch.tensor(1)), ValueError, "key_leftpad must have shape"),
+        lambda: construct_chunk_mask(5, 4, 2, key_leftpad=torch.tensor(1)),
+        ValueError,
+        "key_leftpad must have shape",
+    ),
     "ref: values": (lambda: attention_ref(Q, K, V[:, 1:]), ValueError, r"v must have shape \(3, 4, 2, \*\)"),
     "ref: padding": (lambda: REF(MASK_Q[:1]), ValueError, r"query_padding_mask must have shape \(3, 5\)"),
     "ref: bias": (
-        lambda: REF(attn_bias=torch.zeros(3, 2, 5, 4)), ValueError,
-        r"attn_bias must broadcast to shape \(3, 4, 5, 4\), found \(3, 2, 5, 4\)"),
+        lambda: REF(attn_bias=torch.zeros(3, 2, 5, 4)),
+        ValueError,
+        r"attn_bias must broadcast to shape \(3, 4, 5, 4\), found \(3, 2, 5, 4\)",
+    ),
     "ref: bias of five": (lambda: REF(attn_bias=torch.zeros(1, 1, 1, 1, 1)), ValueError, "attn_bias must broadcast"),
     "ref: mask as a bias": (lambda: REF(attn_bias=MASK_K), TypeError, "attn_bias must have dtype"),
     "ref: dropout_p": (lambda: REF(dropout_p=1.0), ValueError, "dropout_p must be at least 0 and less than 1, found"),
     "ref: no dropout_mask": (lambda: REF(dropout_p=0.1), ValueError, "dropout_mask must be given with dropout_p = 0.1"),
     "ref: dropout_mask": (
-        lambda: REF(dropout_mask=MASK_K), ValueError, r"dropout_mask must have shape \(3, 4, 5, 4\), found \(3, 4\)"),
+        lambda: REF(dropout_mask=MASK_K),
+        ValueError,
+        r"dropout_mask must have shape \(3, 4, 5, 4\), found \(3, 4\)",
+    ),
     "ref: q_descale": (lambda: REF(q_descale=torch.ones(3, 4)), ValueError, r"q_descale must have shape \(3, 2\)"),
     "ref: k_descale": (lambda: REF(k_descale=torch.ones(3)), ValueError, r"k_descale must have shape \(3, 2\)"),
     "ref: v_descale": (
-        lambda: REF(v_descale=torch.ones(3, 2).half()), TypeError, "v_descale must have dtype torch.float32"),
+        lambda: REF(v_descale=torch.ones(3, 2).half()),
+        TypeError,
+        "v_descale must have dtype torch.float32",
+    ),
     "ref: chunk": (lambda: REF(attention_chunk=-1), ValueError, "attention_chunk must be at least 0, found -1"),
     "ref: softcap": (lambda: REF(softcap=None), TypeError, "softcap must be a real number"),
     "ref: causal": (lambda: REF(causal=MASK_Q), TypeError, "causal must be a bool"),
@@ -600,8 +642,11 @@ ERRORS = {
     "ref: window": (lambda: REF(window_size=(1.5, 0)), ValueError, "window_size must be two integers"),
     "ref: sinks": (lambda: REF(sink_token_length=1.0), TypeError, "sink_token_length must be an integer"),
     "ref: intermediate_dtype": (
-        lambda: REF(intermediate_dtype="fp8"), TypeError, "intermediate_dtype must be a torch.dtype or None"),
-}  # fmt: skip
+        lambda: REF(intermediate_dtype="fp8"),
+        TypeError,
+        "intermediate_dtype must be a torch.dtype or None",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", ERRORS)

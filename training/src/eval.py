@@ -49,7 +49,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         weights = _weights(path, options.get("averaged"))
         missing, unexpected = load_weights(model.model, weights, f"eval.ckpt={path}", strict=False)
         if missing or unexpected:
-            log.warning("%s has no weights for %s, and the model none of %s", path, missing, unexpected)
+            log.warning("%s has no weights for %s, and the model has no parameters for %s", path, missing, unexpected)
     trainer = trainer_of(config, strategy, instances(config.get("callbacks")), loggers_of(config))
     results = {}
     for wanted, run in (("run_val", trainer.validate), ("run_test", trainer.test)):

@@ -58,9 +58,11 @@ def generate(
         raise ValueError(f"prompt must have less than {limit} tokens, the model's positions, found {len(ids)}")
     device = next(model.parameters()).device
     options = dict(
-        max_length=max_length, eos_token_id=tokenizer.eos_token_id, repetition_penalty=repetition_penalty,
+        max_length=max_length,
+        eos_token_id=tokenizer.eos_token_id,
+        repetition_penalty=repetition_penalty,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None,
-    )  # fmt: skip
+    )
     sampling = dict(top_k=top_k, top_p=top_p, temperature=temperature)
     if isinstance(model, GenerationMixin):  # which leaves out ids that the tokenizer lacks
         options |= dict(vocab_size=len(tokenizer), cg=device.type == "cuda", **(dict(top_k=1) if greedy else sampling))

@@ -135,9 +135,16 @@ def _draw_losses(axis, name, columns, colour, at, points):
     _line(axis, at, (steps, smoothed(losses, points)), color=colour, label=f"{name}: training")
     validation = column(columns, VALIDATION_LOSS)
     _line(
-        axis, at, validation, color=colour, linestyle="--", marker="o", markersize=4, markeredgecolor="black",
+        axis,
+        at,
+        validation,
+        color=colour,
+        linestyle="--",
+        marker="o",
+        markersize=4,
+        markeredgecolor="black",
         label=f"{name}: validation",
-    )  # fmt: skip
+    )
 
 
 def _line(axis, at, series, **style):

@@ -28,8 +28,12 @@ log = utils.get_logger(__name__)
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}  # ours, Lightning's
 _OF_LIGHTNING = {
-    *_PRECISIONS.values(), "16-true", "bf16-true", "transformer-engine", "transformer-engine-float16",
-}  # fmt: skip
+    *_PRECISIONS.values(),
+    "16-true",
+    "bf16-true",
+    "transformer-engine",
+    "transformer-engine-float16",
+}
 _ACCELERATORS = ("auto", "gpu", *sorted(AcceleratorRegistry.available_accelerators()))
 
 
@@ -146,8 +150,9 @@ def checkpoint_to_resume(config: DictConfig) -> str | None:
         unnamed = "" if config.get("name") else " (a run is found again by its name: name=...)"
         log.warning(
             "resume=True, but %s has no complete checkpoint%s: starting from the beginning",
-            pathlib.Path(folder).absolute(), unnamed,
-        )  # fmt: skip
+            pathlib.Path(folder).absolute(),
+            unnamed,
+        )
         return None
     log.info("Resuming from %s", path)
     return str(path)

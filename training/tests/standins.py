@@ -14,12 +14,22 @@ from src.utils import resolvers
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 VOCABULARY = 50
 SMALL = (
-    "experiment=tiny/text", "model.config.n_embd=16", "model.config.n_head=2", "model.config.n_layer=1",
-    "datamodule.max_length=16", "datamodule.batch_size=2", "train.global_batch_size=2", "trainer.max_steps=4",
-    "+trainer.limit_val_batches=2", "+trainer.limit_test_batches=2", "trainer.log_every_n_steps=1",
-    "callbacks.gpu_affinity=null", "callbacks.rich_model_summary=null", "__steps_per_validation=2",
+    "experiment=tiny/text",
+    "model.config.n_embd=16",
+    "model.config.n_head=2",
+    "model.config.n_layer=1",
+    "datamodule.max_length=16",
+    "datamodule.batch_size=2",
+    "train.global_batch_size=2",
+    "trainer.max_steps=4",
+    "+trainer.limit_val_batches=2",
+    "+trainer.limit_test_batches=2",
+    "trainer.log_every_n_steps=1",
+    "callbacks.gpu_affinity=null",
+    "callbacks.rich_model_summary=null",
+    "__steps_per_validation=2",
     "++callbacks.model_checkpoint.every_n_train_steps=2",
-)  # fmt: skip
+)
 DATA = ("datamodule._target_=training.tests.standins.Data",)
 
 

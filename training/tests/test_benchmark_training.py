@@ -17,9 +17,14 @@ def test_a_run_is_timed(loop, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_training, "WARM_UP", 1)
     file = tmp_path / "found.json"
     config = small(
-        f"trainer._target_={loop}", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.max_steps=3",
-        "trainer.precision=bf16", "datamodule.batch_size=4", "test_after_training=false",
-    )  # fmt: skip
+        f"trainer._target_={loop}",
+        "trainer.accelerator=cpu",
+        "trainer.devices=1",
+        "trainer.max_steps=3",
+        "trainer.precision=bf16",
+        "datamodule.batch_size=4",
+        "test_after_training=false",
+    )
     config.callbacks = {"stopwatch": {"_target_": "benchmarks.benchmark_training.Stopwatch", "file": str(file)}}
     train(config)
     found = json.loads(file.read_text())

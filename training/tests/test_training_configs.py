@@ -98,37 +98,67 @@ def expected(name):
         validation, progress = (1000, 12_500) if large else (2000, 50_000)
     hf, rotary = short.endswith("-hf") or "-hf-" in short, "rotary" in short
     return {
-        "shape": shape, "positions": 0 if rotary else seqlen, "rotary": 0.5 if rotary else None,
-        "flash": True if "flash" in short else None, "hf": hf, "seqlen": seqlen, "global": batch, "rate": rate,
-        "decay": 0.1, "betas": None, "optimizer": optimizer[0], "strategy": optimizer[1], "steps": steps,
-        "scheduler": {"_target_": scheduler} | schedule, "precision": precision, "seed": 1111, "clip": 1.0,
-        "validation": validation, "progress": progress, "fault_tolerant": fault_tolerant,
+        "shape": shape,
+        "positions": 0 if rotary else seqlen,
+        "rotary": 0.5 if rotary else None,
+        "flash": True if "flash" in short else None,
+        "hf": hf,
+        "seqlen": seqlen,
+        "global": batch,
+        "rate": rate,
+        "decay": 0.1,
+        "betas": None,
+        "optimizer": optimizer[0],
+        "strategy": optimizer[1],
+        "steps": steps,
+        "scheduler": {"_target_": scheduler} | schedule,
+        "precision": precision,
+        "seed": 1111,
+        "clip": 1.0,
+        "validation": validation,
+        "progress": progress,
+        "fault_tolerant": fault_tolerant,
         "loss": None if hf else "flash_attn.losses.cross_entropy.CrossEntropyLoss",
         "init": 0.0125 if size == "2.7B" else None,
-    }  # fmt: skip
+    }
 
 
 def found(config):
     model, train, trainer = config.model.config, config.train, config.trainer
     progress = config.callbacks.model_checkpoint_progress
     return {
-        "shape": (model.n_embd, model.n_head, model.n_layer), "positions": model.n_positions,
-        "rotary": model.get("rotary_emb_fraction"), "flash": model.get("use_flash_attn"),
-        "hf": config.model._target_.startswith("transformers"), "seqlen": config.datamodule.max_length,
-        "global": train.global_batch_size, "rate": train.optimizer.lr, "decay": train.optimizer.weight_decay,
-        "betas": train.optimizer.get("betas"), "optimizer": train.optimizer._target_,
-        "strategy": trainer.strategy and trainer.strategy._target_, "steps": trainer.max_steps,
-        "scheduler": OmegaConf.to_container(train.scheduler, resolve=True), "precision": trainer.precision,
-        "seed": config.seed, "clip": trainer.gradient_clip_val,
+        "shape": (model.n_embd, model.n_head, model.n_layer),
+        "positions": model.n_positions,
+        "rotary": model.get("rotary_emb_fraction"),
+        "flash": model.get("use_flash_attn"),
+        "hf": config.model._target_.startswith("transformers"),
+        "seqlen": config.datamodule.max_length,
+        "global": train.global_batch_size,
+        "rate": train.optimizer.lr,
+        "decay": train.optimizer.weight_decay,
+        "betas": train.optimizer.get("betas"),
+        "optimizer": train.optimizer._target_,
+        "strategy": trainer.strategy and trainer.strategy._target_,
+        "steps": trainer.max_steps,
+        "scheduler": OmegaConf.to_container(train.scheduler, resolve=True),
+        "precision": trainer.precision,
+        "seed": config.seed,
+        "clip": trainer.gradient_clip_val,
         "validation": trainer.val_check_interval / trainer.accumulate_grad_batches,
-        "progress": progress.every_n_train_steps, "fault_tolerant": progress.fault_tolerant,
-        "loss": train.loss_fn and train.loss_fn._target_, "init": model.get("initializer_range"),
-    }  # fmt: skip
+        "progress": progress.every_n_train_steps,
+        "fault_tolerant": progress.fault_tolerant,
+        "loss": train.loss_fn and train.loss_fn._target_,
+        "init": model.get("initializer_range"),
+    }
 
 
-@pytest.mark.parametrize("name", [  # each kind of model, in its least and its largest size
-    pytest.param(name, marks=() if re.search(r"/gpt(2s|2xl|3s|3-2.7B)\b", name) else pytest.mark.slow) for name in NAMES
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [  # each kind of model, in its least and its largest size
+        pytest.param(name, marks=() if re.search(r"/gpt(2s|2xl|3s|3-2.7B)\b", name) else pytest.mark.slow)
+        for name in NAMES
+    ],
+)
 def test_experiment(name):
     """Sizes, rates, batches and schedules of each experiment, on 8 GPUs of every size."""
     config = composed(f"experiment={name}")

@@ -20,9 +20,14 @@ def trained(tmp_path_factory):
     torch.manual_seed(0)
     task = SequenceLMModel(small("train.optimizer.lr=0.05"))
     trainer = L.Trainer(
-        strategy=SingleDeviceStrategy(torch.device("cpu")), max_steps=6, limit_val_batches=0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, callbacks=[EMACallback(decay=0.9)],
-    )  # fmt: skip
+        strategy=SingleDeviceStrategy(torch.device("cpu")),
+        max_steps=6,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[EMACallback(decay=0.9)],
+    )
     trainer.fit(task, datamodule=task._datamodule)
     trainer.save_checkpoint(folder / "last.ckpt")
     return folder, task, trainer.callbacks
@@ -66,8 +71,12 @@ def test_checkpoint_of_ours(place, averaged, trained, tmp_path, monkeypatch, cap
 def test_files(kind, trained, tmp_path, monkeypatch):
     weights = {name: x.clone() for name, x in trained[1].model.state_dict().items()}
     prefixed = {f"model.{name}": x for name, x in weights.items()}
-    contents = {"weights": weights, "with a prefix": prefixed, "of Lightning": {"state_dict": prefixed, "epoch": 1},
-                "averaged alone": {"state_dict_ema": weights}}[kind]  # fmt: skip
+    contents = {
+        "weights": weights,
+        "with a prefix": prefixed,
+        "of Lightning": {"state_dict": prefixed, "epoch": 1},
+        "averaged alone": {"state_dict_ema": weights},
+    }[kind]
     torch.save(contents, tmp_path / "some.ckpt")
     found = results_of(tmp_path, monkeypatch, f"eval.ckpt={tmp_path / 'some.ckpt'}", "eval.run_test=false")
     assert found["val/loss"] == pytest.approx(expected(weights, small()), rel=1e-5)

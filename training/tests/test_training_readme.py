@@ -96,9 +96,15 @@ def row(name):
     batch = "/".join(map(str, batches if len(set(batches)) > 1 else batches[:1]))
     state = "divided" if "zero" in str(config.trainer.get("strategy")).lower() else ""
     cells = [
-        f"`{name}`", f"{shape.n_embd}, {shape.n_head}, {shape.n_layer}", config.datamodule.max_length, batch,
-        config.train.get("global_batch_size", batch), f"{config.train.optimizer.lr:g}", config.trainer.max_steps, state,
-    ]  # fmt: skip
+        f"`{name}`",
+        f"{shape.n_embd}, {shape.n_head}, {shape.n_layer}",
+        config.datamodule.max_length,
+        batch,
+        config.train.get("global_batch_size", batch),
+        f"{config.train.optimizer.lr:g}",
+        config.trainer.max_steps,
+        state,
+    ]
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -27,9 +27,12 @@ from training.tests.standins import DATA, SMALL, composed
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = "".join(file.read_text() for file in sorted((ROOT / "flash_attn" / "modules").rglob("*.py")))
 FOLDERS = {  # of a run, below logs/
-    "default": "runs/*/*", "exp": "experiments/first", "debug": "debug/runs/*/*", "smoke": "debug/runs/*/*",
+    "default": "runs/*/*",
+    "exp": "experiments/first",
+    "debug": "debug/runs/*/*",
+    "smoke": "debug/runs/*/*",
     "profile": "profile/runs/*/*",
-}  # fmt: skip
+}
 
 
 def in_a_process(folder, *arguments):
@@ -74,9 +77,13 @@ def test_a_text_is_learned(tmp_path, here, capfd):
     bytes_ = np.bincount(np.frombuffer(TEXT.encode(), np.uint8)) / len(TEXT.encode())
     unigram = -sum(p * math.log(p) for p in bytes_ if p > 0)
     arguments = [
-        "experiment=tiny/text", "name=first", "datamodule.dataset_name=text.txt", "datamodule.max_length=64",
-        "datamodule.batch_size=8", "train.global_batch_size=8",
-    ]  # fmt: skip
+        "experiment=tiny/text",
+        "name=first",
+        "datamodule.dataset_name=text.txt",
+        "datamodule.max_length=64",
+        "datamodule.batch_size=8",
+        "train.global_batch_size=8",
+    ]
 
     said = in_a_process(
         tmp_path, *arguments, "trainer.accelerator=cpu", "trainer.max_steps=60", "train.scheduler.t_initial=70"
@@ -280,9 +287,11 @@ def test_what_cannot_be_resumed(tmp_path, here, capfd):
     for name, word in (("text", "some words"), ("other", "more texts")):
         (tmp_path / f"{name}.txt").write_text(20 * (f"{word} to be learned " * 20 + "\n\n"))
     text = [
-        "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule", "datamodule.dataset_name=text.txt",
-        "datamodule.val_ratio=0.1", "+datamodule.loader_workers=0",
-    ]  # fmt: skip
+        "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule",
+        "datamodule.dataset_name=text.txt",
+        "datamodule.val_ratio=0.1",
+        "+datamodule.loader_workers=0",
+    ]
     here(*text, "name=first", "test_after_training=False")
     capfd.readouterr()
     for options, says in (
@@ -311,16 +320,16 @@ def first_runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("first", "then", "says"),
     [
-        ([], ["train.optimizer.lr=0.5"], r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5"),
-        ([], ["trainer.max_steps=6"], r"whatever they are now: train\.scheduler\.t_initial was 4, and is 6"),
-        ([], ["+train.optimizer.eps=0.1"], r"whatever they are now: train\.optimizer\.eps was None, and is 0\.1"),
+        ([], ["train.optimizer.lr=0.5"], r"not those of this run: train\.optimizer\.lr was \S+, and is 0\.5"),
+        ([], ["trainer.max_steps=6"], r"not those of this run: train\.scheduler\.t_initial was 4, and is 6"),
+        ([], ["+train.optimizer.eps=0.1"], r"not those of this run: train\.optimizer\.eps was None, and is 0\.1"),
         ([], ["trainer.gradient_clip_val=0.5", "seed=7"], None),
         ([], ZERO, None),
         (ZERO, [], None),
         (
             [],
             [*ZERO, "train.optimizer.lr=0.5"],
-            r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5; train\.scheduler\.lr_min .*\n",
+            r"not those of this run: train\.optimizer\.lr was \S+, and is 0\.5; train\.scheduler\.lr_min .*\n",
         ),
         ([], ["+train.optimizer.betas=[0.9,0.999]", "+train.optimizer.eps=1e-8"], None),
     ],
@@ -394,11 +403,18 @@ def test_two_processes(tmp_path):
     losses = []
     for devices, batch in ((1, 16), (2, 8)):
         in_a_process(
-            tmp_path, "experiment=tiny/text", f"name=on{devices}", "datamodule.dataset_name=text.txt",
-            "trainer.accelerator=cpu", f"trainer.devices={devices}", f"datamodule.batch_size={batch}",
-            "trainer.max_steps=20", "__steps_per_validation=10", "test_after_training=False",
+            tmp_path,
+            "experiment=tiny/text",
+            f"name=on{devices}",
+            "datamodule.dataset_name=text.txt",
+            "trainer.accelerator=cpu",
+            f"trainer.devices={devices}",
+            f"datamodule.batch_size={batch}",
+            "trainer.max_steps=20",
+            "__steps_per_validation=10",
+            "test_after_training=False",
             *(f"+model.config.{kind}_pdrop=0" for kind in ("resid", "embd", "attn")),
-        )  # fmt: skip
+        )
         (file,) = (tmp_path / "logs").rglob(f"csv/on{devices}/metrics.csv")
         losses.append([row for row in metrics(file.parent) if "train/loss_step" in row])
     for one, two in zip(*losses, strict=True):

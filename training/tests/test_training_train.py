@@ -22,9 +22,17 @@ from training.tests.standins import Data, small
 
 @pytest.mark.parametrize(
     ("precision", "expected"),
-    [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed"), ("bf16-mixed", "bf16-mixed"), (32, "32-true"),
-     ("32-true", "32-true"), (None, "32-true"), ("64", "64-true")],
-)  # fmt: skip
+    [
+        (16, "16-mixed"),
+        ("16", "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("bf16-mixed", "bf16-mixed"),
+        (32, "32-true"),
+        ("32-true", "32-true"),
+        (None, "32-true"),
+        ("64", "64-true"),
+    ],
+)
 def test_precision(precision, expected):
     config = small("trainer.accelerator=cpu")
     if precision is not None:
@@ -90,10 +98,19 @@ def test_what_cannot_run_is_found_before_the_data_is_prepared(run, arguments, sa
 
 @pytest.mark.parametrize(
     ("accelerator", "devices", "there", "fits"),
-    [("gpu", 8, 8, True), ("gpu", 8, 2, False), ("gpu", 1, 0, False), ("cpu", 4, 0, True), ("auto", 4, 0, True),
-     ("auto", 4, 2, False), ("gpu", [0, 1, 2], 2, False), ("gpu", [7], 4, False), ("gpu", [3], 4, True),
-     (None, "auto", 0, True)],
-)  # fmt: skip
+    [
+        ("gpu", 8, 8, True),
+        ("gpu", 8, 2, False),
+        ("gpu", 1, 0, False),
+        ("cpu", 4, 0, True),
+        ("auto", 4, 0, True),
+        ("auto", 4, 2, False),
+        ("gpu", [0, 1, 2], 2, False),
+        ("gpu", [7], 4, False),
+        ("gpu", [3], 4, True),
+        (None, "auto", 0, True),
+    ],
+)
 def test_number_of_gpus(accelerator, devices, there, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     config = OmegaConf.create({"trainer": {"accelerator": accelerator, "devices": devices}})
@@ -106,10 +123,12 @@ def test_number_of_gpus(accelerator, devices, there, fits, monkeypatch):
 
 @pytest.mark.parametrize(
     ("override", "says"),
-    [("+trainer.max_epoch=3", r"trainer\.max_epoch is no option .* did you mean trainer\.max_epochs"),
-     ("trainer.accelerator=xyz", r"trainer\.accelerator must be one of auto, gpu, cpu, .* found 'xyz'"),
-     ("++trainer.precision=fp8", r"trainer\.precision must be one of 16, bf16, 32, 64, found 'fp8'")],
-)  # fmt: skip
+    [
+        ("+trainer.max_epoch=3", r"trainer\.max_epoch is no option .* did you mean trainer\.max_epochs"),
+        ("trainer.accelerator=xyz", r"trainer\.accelerator must be one of auto, gpu, cpu, .* found 'xyz'"),
+        ("++trainer.precision=fp8", r"trainer\.precision must be one of 16, bf16, 32, 64, found 'fp8'"),
+    ],
+)
 def test_what_lightning_would_refuse_is_refused_before_the_data_is_prepared(override, says):
     with pytest.raises(ValueError, match=says):
         train.train(small("datamodule.dataset_name=nowhere", override))
@@ -189,10 +208,18 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("variables", "is_first"),
-    [({}, True), ({"NODE_RANK": "0"}, True), ({"NODE_RANK": "1"}, False), ({"OMPI_COMM_WORLD_RANK": "0"}, True),
-     ({"OMPI_COMM_WORLD_RANK": "1"}, False), ({"PMI_RANK": "3"}, False), ({"PMIX_RANK": "1"}, False),
-     ({"MV2_COMM_WORLD_RANK": "2"}, False), ({"PMI_RANK": "1", "RANK": "0"}, True)],
-)  # fmt: skip
+    [
+        ({}, True),
+        ({"NODE_RANK": "0"}, True),
+        ({"NODE_RANK": "1"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, False),
+        ({"PMI_RANK": "3"}, False),
+        ({"PMIX_RANK": "1"}, False),
+        ({"MV2_COMM_WORLD_RANK": "2"}, False),
+        ({"PMI_RANK": "1", "RANK": "0"}, True),
+    ],
+)
 def test_the_first_process_of_a_run_locks_its_folder(variables, is_first, tmp_path, monkeypatch):
     """RANK=0 beside another number: torchrun, which mpirun has started on each machine."""
     for name in ("NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "RANK"):

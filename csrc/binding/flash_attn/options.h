@@ -12,7 +12,7 @@ namespace flash::binding::attention {
 using OptionalTensor = std::optional<Tensor>;
 
 // The arguments of fwd, probabilities and bwd besides queries, keys and values: the fields of Options in
-// flash_attn/_reference/options.py, which says what they are.
+// flash_attn/_reference/attention/options.py, which says what they are.
 struct Options {
   double softmax_scale;
   int64_t window_left;

@@ -19,51 +19,97 @@ from torch import Tensor
 from flash_attn import functional
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
+from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import unseen_as_minus_inf, unseen_as_plus_inf
 
 __all__ = ["bwd", "fwd", "fwd_combine", "get_scheduler_metadata"]
 
 
 def attention(
-    q: Tensor, k: Tensor | None, v: Tensor | None, *, k_new: Tensor | None = None, v_new: Tensor | None = None,
-    qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: int | Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, page_table: Tensor | None = None,
-    kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None, rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None, rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
-    rotary_interleaved: bool = True, num_splits: int = 0, deterministic: bool = False, s_aux: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: int | Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    num_splits: int = 0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Every call of FlashAttention-3 but the backward. Returns (out, lse); lse is +inf where a row sees no key.
 
     Queries are dense or packed (cu_seqlens_q), and so are keys (cu_seqlens_k); or keys are in a cache, whose rows are
     those of the batch, or those of kv_batch_idx, or pages (page_table). k and v may be None where q holds all three.
     """
     _refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, cu_seqlens_k_new=cu_seqlens_k_new,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens,
-    )  # fmt: skip
+    )
     scores = softmax_scale, causal, window_size
-    sink_and_chunk = s_aux, None, None, attention_chunk
+    features = FeatureArguments(learnable_sink=s_aux, attention_chunk=attention_chunk)
     if cu_seqlens_q is None:
         if cu_seqlens_k is not None:
             raise ArgumentError("cu_seqlens_q must be given with cu_seqlens_k, found None")
         cached = seqused_k, k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin
         if all(x is None for x in cached):
             out, lse, *_ = flash_attn.forward(
-                q, k, v, *scores, False, (*sink_and_chunk, seqused_q, None, False, False),
-                softcap=softcap, deterministic=deterministic,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                *scores,
+                False,
+                features._replace(seqused_q=seqused_q),
+                softcap=softcap,
+                deterministic=deterministic,
+            )
             return out, lse
         if seqused_q is not None:
-            raise NotImplementedError("seqused_q must be None where dense queries meet a cache, found a tensor")
+            raise NotImplementedError("seqused_q must be None with dense queries and a cache, found a tensor")
         out, lse, _ = flash_attn.decode(
-            q, k, v, *scores, seqused_k, k_new, v_new, rotary_cos, rotary_sin,
-            (*sink_and_chunk, None, None, False, False), rotary_interleaved=rotary_interleaved,
-            cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, block_table=page_table,
-            softcap=softcap, num_splits=num_splits,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            *scores,
+            seqused_k,
+            k_new,
+            v_new,
+            rotary_cos,
+            rotary_sin,
+            features,
+            rotary_interleaved=rotary_interleaved,
+            cache_batch_idx=kv_batch_idx,
+            cache_leftpad=leftpad_k,
+            block_table=page_table,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
         return out, lse
     if k_new is not None or v_new is not None:
         raise NotImplementedError("k and v must be None with cu_seqlens_q: nothing is appended for packed queries here")
@@ -73,27 +119,63 @@ def attention(
     elif page_table is not None or kv_batch_idx is not None:
         raise ArgumentError("cu_seqlens_k must be None with page_table and kv_batch_idx, found a tensor")
     out, lse, *_ = flash_attn.forward(
-        q, k, v, *scores, False, (*sink_and_chunk, seqused_q, seqused_k, False, False),
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        block_table=page_table, leftpad_k=leftpad_k, softcap=softcap, deterministic=deterministic,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        *scores,
+        False,
+        features._replace(seqused_q=seqused_q, seqused_k=seqused_k),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        block_table=page_table,
+        leftpad_k=leftpad_k,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
     return out, lse
 
 
 @torch.no_grad()
 def fwd(
-    q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
-    q_v: Tensor | None = None, out: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
-    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-    softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1,
-    window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0, is_rotary_interleaved: bool = False,
-    scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
-    *, s_aux: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    q_v: Tensor | None = None,
+    out: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    is_rotary_interleaved: bool = False,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    *,
+    s_aux: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (out, softmax_lse, and two empty tensors). softmax_lse is -inf where a row sees no key.
 
     out: written and returned, if given. k_new, v_new: appended to k and v, which are then a cache.
@@ -101,27 +183,66 @@ def fwd(
     if out is not None:
         checks.tensor("out", out, dtypes=(q.dtype,), shape=(*q.shape[:-1], v.shape[-1]), device=q.device)
     result, lse = attention(
-        q, k, v, k_new=k_new, v_new=v_new, qv=q_v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k,
-        rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=seqlens_rotary, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale, causal=is_causal,
-        window_size=(window_size_left, window_size_right), attention_chunk=attention_chunk, softcap=softcap,
-        rotary_interleaved=is_rotary_interleaved, num_splits=num_splits, s_aux=s_aux,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        k_new=k_new,
+        v_new=v_new,
+        qv=q_v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        page_table=page_table,
+        kv_batch_idx=kv_batch_idx,
+        leftpad_k=leftpad_k,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=seqlens_rotary,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        softmax_scale=softmax_scale,
+        causal=is_causal,
+        window_size=(window_size_left, window_size_right),
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        rotary_interleaved=is_rotary_interleaved,
+        num_splits=num_splits,
+        s_aux=s_aux,
+    )
     result = result if out is None else out.copy_(result)
     return result, unseen_as_minus_inf(lse), lse.new_empty(0), lse.new_empty(0)
 
 
 @torch.no_grad()
 def bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None = None,
-    dk: Tensor | None = None, dv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, softmax_scale: float | None = None,
-    is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
-    deterministic: bool = False, sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Writes dq, dk and dv, which must be given. Returns softmax_d and four empty tensors.
 
     softmax_lse is used as it is given: it may be that of more keys.
@@ -131,11 +252,26 @@ def bwd(
             raise ArgumentError(f"{name} must be given, since the gradients are written there; found None")
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,))
     softmax_d = flash_attn.backward(
-        dout, q, k, v, out, unseen_as_plus_inf(softmax_lse), dq, dk, dv, softmax_scale, is_causal,
-        (window_size_left, window_size_right), given=(None, None, None, 0, seqused_q, seqused_k, False, False),
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        softcap=softcap, deterministic=deterministic,
-    )  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        out,
+        unseen_as_plus_inf(softmax_lse),
+        dq,
+        dk,
+        dv,
+        softmax_scale,
+        is_causal,
+        (window_size_left, window_size_right),
+        given=FeatureArguments(seqused_q=seqused_q, seqused_k=seqused_k),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
     return softmax_d, *(softmax_d.new_empty(0) for _ in range(4))
 
 
@@ -148,9 +284,17 @@ def fwd_combine(
 
 
 def get_scheduler_metadata(
-    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads: int, num_heads_k: int, headdim: int,
-    headdim_v: int, qkv_dtype: torch.dtype, seqused_k: Tensor, *others: Any,
-) -> Tensor:  # fmt: skip
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads: int,
+    num_heads_k: int,
+    headdim: int,
+    headdim_v: int,
+    qkv_dtype: torch.dtype,
+    seqused_k: Tensor,
+    *others: Any,
+) -> Tensor:
     """Returns int32 (1,) on the device of seqused_k. Schedules are made in the kernels, so it says nothing."""
     return torch.zeros(1, dtype=torch.int32, device=seqused_k.device)
 

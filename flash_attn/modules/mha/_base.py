@@ -89,12 +89,10 @@ class MultiHeadAttention(nn.Module):
             self.rotary_emb = RotaryEmbedding(
                 rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base, device
             )
-        for name, value in (
-            ("qk_norm_zero_centered", qk_norm_zero_centered),
-            ("qk_norm_over_heads", qk_norm_over_heads),
-        ):
-            if value and not qk_norm:
-                raise ValueError(f"{name} must be False without qk_norm, found True")
+        if qk_norm_zero_centered and not qk_norm:
+            raise ValueError("qk_norm_zero_centered must be False without qk_norm, found True")
+        if qk_norm_over_heads and not qk_norm:
+            raise ValueError("qk_norm_over_heads must be False without qk_norm, found True")
         self.qk_norm = qk_norm
         self.qk_norm_over_heads = qk_norm_over_heads
         if qk_norm:
@@ -302,13 +300,12 @@ def _positive(name: str, value: int) -> int:
 def _check_needs_of_flash(use_flash_attn: bool, use_alibi: bool, window_size: tuple[int, int], softcap: float) -> None:
     if use_flash_attn:
         return
-    for name, value, without in (
-        ("use_alibi", use_alibi, False),
-        ("window_size", tuple(window_size), (-1, -1)),
-        ("softcap", softcap, 0.0),
-    ):
-        if value != without:
-            raise ValueError(f"{name} must be {without} without use_flash_attn, found {value}")
+    if use_alibi:
+        raise ValueError(f"use_alibi must be False without use_flash_attn, found {use_alibi}")
+    if tuple(window_size) != (-1, -1):
+        raise ValueError(f"window_size must be (-1, -1) without use_flash_attn, found {tuple(window_size)}")
+    if softcap != 0:
+        raise ValueError(f"softcap must be 0.0 without use_flash_attn, found {softcap}")
 
 
 def _alibi_slopes(num_heads: int, own: range) -> Tensor:

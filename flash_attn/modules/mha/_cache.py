@@ -39,11 +39,13 @@ def cache_rows(cache: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
 
 def check_room(x: Tensor, inference_params: Any, rows: int, capacity: int) -> None:
     """Check that x (batch, seqlen, ...) fits into a cache (rows, capacity, ...)."""
-    for name, end, limit in (
-        ("inference_params.batch_size_offset + batch", inference_params.batch_size_offset + x.shape[0], rows),
-        ("inference_params.seqlen_offset + seqlen", inference_params.seqlen_offset + x.shape[1], capacity),
-    ):
-        checks.number(name, end, end <= limit, "at most {}, as the cache", limit)
+    last_row = inference_params.batch_size_offset + x.shape[0]
+    last_position = inference_params.seqlen_offset + x.shape[1]
+    expected = "at most {}, as the cache"
+    checks.number("inference_params.batch_size_offset + batch", last_row, last_row <= rows, expected, rows)
+    checks.number(
+        "inference_params.seqlen_offset + seqlen", last_position, last_position <= capacity, expected, capacity
+    )
 
 
 def claim_cache(layer: nn.Module, layer_idx: Any, inference_params: Any) -> None:

@@ -105,13 +105,31 @@ class MHA(MultiHeadAttention):
         softcap: float = 0.0,
     ) -> None:
         super().__init__(
-            embed_dim, num_heads, num_heads_kv, None, softmax_scale=softmax_scale, causal=causal, dropout=dropout,
-            layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,
-            rotary_emb_scale_base=rotary_emb_scale_base, rotary_emb_interleaved=rotary_emb_interleaved,
-            use_alibi=use_alibi, window_size=window_size, use_flash_attn=use_flash_attn, checkpointing=checkpointing,
-            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, qk_norm_zero_centered=qk_norm_zero_centered,
-            qk_norm_over_heads=qk_norm_over_heads, softcap=softcap, device=device, dtype=dtype,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            num_heads_kv,
+            None,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            dropout=dropout,
+            layer_idx=layer_idx,
+            rotary_emb_dim=rotary_emb_dim,
+            rotary_emb_base=rotary_emb_base,
+            rotary_emb_scale_base=rotary_emb_scale_base,
+            rotary_emb_interleaved=rotary_emb_interleaved,
+            use_alibi=use_alibi,
+            window_size=window_size,
+            use_flash_attn=use_flash_attn,
+            checkpointing=checkpointing,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+            qk_norm_zero_centered=qk_norm_zero_centered,
+            qk_norm_over_heads=qk_norm_over_heads,
+            softcap=softcap,
+            device=device,
+            dtype=dtype,
+        )
         if cross_attn and rotary_emb_dim > 0:
             raise ValueError(f"rotary_emb_dim must be 0 with cross_attn, found {rotary_emb_dim}")
         if cross_attn and qk_norm:
@@ -222,32 +240,33 @@ class MHA(MultiHeadAttention):
     ) -> None:
         checks.tensor("x", x)
         checks.has_shape("x", x, (None,) * (2 if cu_seqlens is None else 1) + (self.embed_dim,))
-        arguments = dict(
-            x_kv=x_kv, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            mixer_subset=mixer_subset, inference_params=inference_params,
-        )  # fmt: skip
-        given = {name for name, value in arguments.items() if value is not None}
-        if "cu_seqlens" in given and "max_seqlen" not in given:
+        if cu_seqlens is not None and max_seqlen is None:
             raise ValueError("max_seqlen must be given with cu_seqlens, found None")
-        for name, condition, where in (
-            ("x_kv", self.cross_attn, "with cross_attn"),
-            ("mixer_subset", self.cross_attn, "with cross_attn"),
-            (
-                "key_padding_mask",
-                not self.use_flash_attn,
-                "without use_flash_attn: pack the tokens by flash_attn.bert_padding.unpad_input, and give cu_seqlens "
-                "and max_seqlen",
-            ),
-            ("key_padding_mask", "inference_params" not in given, "without inference_params"),
-            ("cu_seqlens", self.use_flash_attn, "with use_flash_attn"),
-            ("cu_seqlens", "key_padding_mask" not in given, "without key_padding_mask"),
-            ("cu_seqlens", "inference_params" not in given, "without inference_params"),
-            ("cu_seqlens", "mixer_subset" not in given, "without mixer_subset"),
-            ("cu_seqlens", not self.dwconv, "without dwconv"),
-            ("inference_params", not self.dwconv, "without dwconv"),
-        ):
-            if name in given and not condition:
-                raise ValueError(f"{name} can be given only {where}")
+        if x_kv is not None and not self.cross_attn:
+            raise ValueError("x_kv can be given only with cross_attn")
+        if mixer_subset is not None and not self.cross_attn:
+            raise ValueError("mixer_subset can be given only with cross_attn")
+        if key_padding_mask is not None:
+            if self.use_flash_attn:
+                raise ValueError(
+                    "key_padding_mask can be given only without use_flash_attn: pack the tokens by "
+                    "flash_attn.bert_padding.unpad_input, and give cu_seqlens and max_seqlen"
+                )
+            if inference_params is not None:
+                raise ValueError("key_padding_mask can be given only without inference_params")
+        if cu_seqlens is not None:
+            if not self.use_flash_attn:
+                raise ValueError("cu_seqlens can be given only with use_flash_attn")
+            if key_padding_mask is not None:
+                raise ValueError("cu_seqlens can be given only without key_padding_mask")
+            if inference_params is not None:
+                raise ValueError("cu_seqlens can be given only without inference_params")
+            if mixer_subset is not None:
+                raise ValueError("cu_seqlens can be given only without mixer_subset")
+            if self.dwconv:
+                raise ValueError("cu_seqlens can be given only without dwconv")
+        if inference_params is not None and self.dwconv:
+            raise ValueError("inference_params can be given only without dwconv")
         leftpad = getattr(inference_params, "leftpad_per_sample", None)
         if self.cross_attn and leftpad is not None:
             raise ValueError("inference_params.leftpad_per_sample must be None with cross_attn, found a tensor")

@@ -74,26 +74,52 @@ class ParallelMHA(MultiHeadAttention):
         if qk_norm_over_heads:
             raise ValueError("qk_norm_over_heads must be False where heads are divided over processes, found True")
         super().__init__(
-            embed_dim, num_heads, num_heads_kv, process_group, softmax_scale=softmax_scale, causal=causal,
-            dropout=dropout, layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,
-            rotary_emb_scale_base=rotary_emb_scale_base, rotary_emb_interleaved=rotary_emb_interleaved,
-            use_alibi=use_alibi, window_size=window_size, use_flash_attn=use_flash_attn, checkpointing=checkpointing,
-            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, qk_norm_zero_centered=qk_norm_zero_centered,
-            qk_norm_over_heads=qk_norm_over_heads, softcap=softcap, device=device, dtype=dtype,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            num_heads_kv,
+            process_group,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            dropout=dropout,
+            layer_idx=layer_idx,
+            rotary_emb_dim=rotary_emb_dim,
+            rotary_emb_base=rotary_emb_base,
+            rotary_emb_scale_base=rotary_emb_scale_base,
+            rotary_emb_interleaved=rotary_emb_interleaved,
+            use_alibi=use_alibi,
+            window_size=window_size,
+            use_flash_attn=use_flash_attn,
+            checkpointing=checkpointing,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            qk_norm_eps=qk_norm_eps,
+            qk_norm_zero_centered=qk_norm_zero_centered,
+            qk_norm_over_heads=qk_norm_over_heads,
+            softcap=softcap,
+            device=device,
+            dtype=dtype,
+        )
         self.process_group = process_group
         self.world_size, self.local_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         self._gathers_kv = self.num_heads_kv < self.world_size
         q_features, kv_features = features_of_process(self._heads, self.num_heads_kv, self.head_dim, self.world_size)
         self.Wqkv = ColumnParallelLinear(
-            self.embed_dim, (self.num_heads + 2 * self.num_heads_kv) * self.head_dim, process_group, bias=qkv_proj_bias,
-            share=q_features + kv_features, **factory,
-        )  # fmt: skip
-        self.out_proj = RowParallelLinear(
-            self.num_heads * self.head_dim, self.embed_dim, process_group, bias=out_proj_bias, share=q_features,
+            self.embed_dim,
+            (self.num_heads + 2 * self.num_heads_kv) * self.head_dim,
+            process_group,
+            bias=qkv_proj_bias,
+            share=q_features + kv_features,
             **factory,
-        )  # fmt: skip
+        )
+        self.out_proj = RowParallelLinear(
+            self.num_heads * self.head_dim,
+            self.embed_dim,
+            process_group,
+            bias=out_proj_bias,
+            share=q_features,
+            **factory,
+        )
         if qk_norm:
             for weight in (self.q_norm.weight, self.k_norm.weight):
                 vars(weight)["_shared_params"] = True

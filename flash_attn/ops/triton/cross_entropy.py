@@ -66,9 +66,17 @@ def cross_entropy_loss(
     (torch.Size([4]), torch.float32, 0.0)
     """
     losses, z_losses, _ = xentropy.cross_entropy(
-        logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index,
-        inplace_backward, process_group, gradient_in_forward,
-    )  # fmt: skip
+        logits,
+        labels,
+        precomputed_lse,
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        inplace_backward,
+        process_group,
+        gradient_in_forward,
+    )
     return losses, z_losses
 
 

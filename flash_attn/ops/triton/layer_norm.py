@@ -20,39 +20,88 @@ _NAMES = "x", "weight", "bias"
 
 @overload
 def layer_norm_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None, weight1: None = None, bias1: None = None, eps: float = 1e-6,
-    dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: Literal[False] = False,
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False, is_rms_norm: bool = False,
-    return_dropout_mask: Literal[False] = False, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-) -> torch.Tensor: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: None = None,
+    bias1: None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: Literal[False] = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor: ...
 @overload
 def layer_norm_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None, weight1: None = None, bias1: None = None, eps: float = 1e-6,
-    dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, *, prenorm: Literal[True],
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False, is_rms_norm: bool = False,
-    return_dropout_mask: Literal[False] = False, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: None = None,
+    bias1: None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    *,
+    prenorm: Literal[True],
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def layer_norm_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
-    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: bool = False,
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False, is_rms_norm: bool = False,
-    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor | None, ...]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]: ...
 def layer_norm_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
-    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: bool = False,
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False, is_rms_norm: bool = False,
-    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor | None, ...]:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """LayerNorm, or RMSNorm, differentiable in x, weight, bias, residual, x1, weight1 and bias1.
 
     Arguments:
@@ -89,11 +138,24 @@ def layer_norm_fn(
         checks.tensor(name, buffer, dtypes=layer_norm.DTYPES, shape=x.shape, device=x.device)
     checks.own_memory(**buffers)
     result, result1, h, mask, mask1, *_ = layer_norm.forward(
-        x, residual, weight, bias, eps, dropout_p, x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale,
-        prenorm=prenorm or residual_out is not None, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
-        zero_centered_weight=zero_centered_weight, out_dtype=out_dtype if out is None else out.dtype,
-        return_mask=return_dropout_mask, names=_NAMES,
-    )  # fmt: skip
+        x,
+        residual,
+        weight,
+        bias,
+        eps,
+        dropout_p,
+        x1=x1,
+        weight1=weight1,
+        bias1=bias1,
+        rowscale=rowscale,
+        prenorm=prenorm or residual_out is not None,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+        zero_centered_weight=zero_centered_weight,
+        out_dtype=out_dtype if out is None else out.dtype,
+        return_mask=return_dropout_mask,
+        names=_NAMES,
+    )
     result = result if out is None else out.copy_(result)
     h = h if residual_out is None else residual_out.copy_(h)
     masks = [None if each is None else each.view(torch.bool) for each in (mask, mask1)]
@@ -108,47 +170,108 @@ def layer_norm_fn(
 
 @overload
 def rms_norm_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None, weight1: None = None, bias1: None = None, eps: float = 1e-6,
-    dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: Literal[False] = False,
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False,
-    return_dropout_mask: Literal[False] = False, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-) -> torch.Tensor: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: None = None,
+    bias1: None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: Literal[False] = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor: ...
 @overload
 def rms_norm_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None, weight1: None = None, bias1: None = None, eps: float = 1e-6,
-    dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, *, prenorm: Literal[True],
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False,
-    return_dropout_mask: Literal[False] = False, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: None = None,
+    bias1: None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    *,
+    prenorm: Literal[True],
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: Literal[False] = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def rms_norm_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
-    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: bool = False,
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False,
-    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor | None, ...]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]: ...
 def rms_norm_fn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
-    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: bool = False,
-    residual_in_fp32: bool = False, zero_centered_weight: bool = False,
-    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor | None, ...]:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """RMSNorm: `layer_norm_fn` with is_rms_norm=True.
 
     >>> out, h = rms_norm_fn(torch.randn(2, 5, 64), torch.ones(64), None, prenorm=True)
     """
     return layer_norm_fn(
-        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-        zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        eps,
+        dropout_p,
+        rowscale,
+        prenorm,
+        residual_in_fp32,
+        zero_centered_weight,
+        True,
+        return_dropout_mask,
+        out_dtype,
+        out,
+        residual_out,
+    )
 
 
 class LayerNormFn:
@@ -246,9 +369,16 @@ class RMSNorm(torch.nn.Module):
         elif self.drop is not None and self.drop.training:
             dropout_p = self.drop.p
         return rms_norm_fn(
-            x, self.weight, self.bias, residual=residual, eps=self.eps, dropout_p=dropout_p, prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
-        )  # fmt: skip
+            x,
+            self.weight,
+            self.bias,
+            residual=residual,
+            eps=self.eps,
+            dropout_p=dropout_p,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            zero_centered_weight=self.zero_centered_weight,
+        )
 
     def extra_repr(self) -> str:
         """The options that a printed module shows."""
@@ -279,9 +409,22 @@ def layer_norm_ref(
     """
     normalise = functools.partial(_layer_norm, eps=eps)
     return _reference(
-        normalise, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight,
-        dropout_mask, dropout_mask1, upcast,
-    )  # fmt: skip
+        normalise,
+        x,
+        weight,
+        bias,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        dropout_p,
+        rowscale,
+        prenorm,
+        zero_centered_weight,
+        dropout_mask,
+        dropout_mask1,
+        upcast,
+    )
 
 
 def rms_norm_ref(
@@ -304,15 +447,41 @@ def rms_norm_ref(
     """`layer_norm_ref` for RMSNorm."""
     normalise = functools.partial(_rms_norm, eps=eps)
     return _reference(
-        normalise, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight,
-        dropout_mask, dropout_mask1, upcast,
-    )  # fmt: skip
+        normalise,
+        x,
+        weight,
+        bias,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        dropout_p,
+        rowscale,
+        prenorm,
+        zero_centered_weight,
+        dropout_mask,
+        dropout_mask1,
+        upcast,
+    )
 
 
 def _reference(
-    normalise, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight,
-    dropout_mask, dropout_mask1, upcast,
-):  # fmt: skip
+    normalise,
+    x,
+    weight,
+    bias,
+    residual,
+    x1,
+    weight1,
+    bias1,
+    dropout_p,
+    rowscale,
+    prenorm,
+    zero_centered_weight,
+    dropout_mask,
+    dropout_mask1,
+    upcast,
+):
     dtype = x.dtype
     if upcast:
         x, weight, bias, residual, x1, weight1, bias1, rowscale = (

@@ -59,18 +59,27 @@ class Steps:
         self._check_positions(seqlen)
         if self.max_tokens is not None and not may_end:
             checks.number(
-                "max_length", max_length, max_length <= self.max_tokens + unread,
+                "max_length",
+                max_length,
+                max_length <= self.max_tokens + unread,
                 "at most {} (padding included) without eos_token_id, as {} has {} positions",
-                self.max_tokens + unread, name, model.max_positions,
-            )  # fmt: skip
+                self.max_tokens + unread,
+                name,
+                model.max_positions,
+            )
         max_seqlen = max(max_length, seqlen)
         self.vocab_size = getattr(model, "vocab_size", None) if vocab_size is None else vocab_size
         self.graphs: DecodingCGCache | None = None
         if cg:
             self.graphs = update_graph_cache(
-                model, getattr(model, kept_as, None), batch, seqlen, max_seqlen, tensor_parallel=tensor_parallel,
+                model,
+                getattr(model, kept_as, None),
+                batch,
+                seqlen,
+                max_seqlen,
+                tensor_parallel=tensor_parallel,
                 decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # no step is longer
-            )  # fmt: skip
+            )
             setattr(model, kept_as, self.graphs)
             assert self.graphs.inference_params is not None  # update_graph_cache has set it
             self.params = self.graphs.inference_params

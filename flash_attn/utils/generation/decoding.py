@@ -231,9 +231,15 @@ class GenerationMixin:
         _refuse_learned_prompt(self)
         max_length = _length(input_ids, max_length, max_new_tokens)
         output = decode(
-            input_ids, cast(nn.Module, self), max_length, top_k=top_k, top_p=top_p, temperature=temperature,
-            output_scores=output_scores and return_dict_in_generate, **kwargs,
-        )  # fmt: skip
+            input_ids,
+            cast(nn.Module, self),
+            max_length,
+            top_k=top_k,
+            top_p=top_p,
+            temperature=temperature,
+            output_scores=output_scores and return_dict_in_generate,
+            **kwargs,
+        )
         return output if return_dict_in_generate else output.sequences
 
 

@@ -112,9 +112,14 @@ def decode_speculative(
         # The model is never fed the last token of a sequence, the draft model never the last two.
         steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2), may_end=bool(ends))
         steps_draft = Steps(
-            model_draft, *shared, decoding_seqlens=(1, 2), kept_as="_draft_decoding_cache", may_end=bool(ends),
-            unread=2, name="model_draft",
-        )  # fmt: skip
+            model_draft,
+            *shared,
+            decoding_seqlens=(1, 2),
+            kept_as="_draft_decoding_cache",
+            may_end=bool(ends),
+            unread=2,
+            name="model_draft",
+        )
         sequence, rounds = input_ids, []
         scores: list[Tensor] = []
         put(input_ids)

@@ -105,9 +105,14 @@ class _CountsClasses(L.Callback):
         self.counts = None
 
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         scores, targets = outputs["output"], outputs["targets"]
         classes = scores.shape[1]
         named, targets = scores.argmax(dim=1).flatten(), targets.flatten()
@@ -164,9 +169,14 @@ class LogImagePredictions(L.Callback):
 
     @rank_zero_only
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if trainer.sanity_checking or batch_idx > 0:
             return
         images = list(batch[0][: self.num_samples].float().cpu())

@@ -30,17 +30,29 @@ from src.utils.ddp_zero2 import DDPStrategyZero2
 from src.utils.resolvers import device_count, parsed_devices
 
 __all__ = [
-    "STRATEGIES", "DDPStrategy", "DDPStrategyZero1", "DDPStrategyZero2", "FSDPStrategy", "MeshStrategy",
+    "STRATEGIES",
+    "DDPStrategy",
+    "DDPStrategyZero1",
+    "DDPStrategyZero2",
+    "FSDPStrategy",
+    "MeshStrategy",
     "SingleDeviceStrategy",
-    "TensorParallelStrategy", "strategy", "whole_on_first_process",
-]  # fmt: skip
+    "TensorParallelStrategy",
+    "strategy",
+    "whole_on_first_process",
+]
 
 STRATEGIES = {
     each.strategy_name: each
     for each in (
-        SingleDeviceStrategy, DDPStrategy, DDPStrategyZero1, DDPStrategyZero2, FSDPStrategy, TensorParallelStrategy,
+        SingleDeviceStrategy,
+        DDPStrategy,
+        DDPStrategyZero1,
+        DDPStrategyZero2,
+        FSDPStrategy,
+        TensorParallelStrategy,
     )
-}  # fmt: skip
+}
 
 
 def strategy(

@@ -266,7 +266,7 @@ class ExactResume(Strategy):
         without_effect = [each for each in changed if each.partition(" ")[0] in kept]
         if without_effect:
             _log.warning(
-                f"Options that stay as they are in the checkpoint, whatever they are now: {'; '.join(without_effect)}"
+                f"These options keep the values of the checkpoint, not those of this run: {'; '.join(without_effect)}"
             )
 
     def _differences(self, state):
@@ -283,9 +283,11 @@ class ExactResume(Strategy):
             faults += [
                 f"{name.removeprefix(checkpoints.WEIGHTS)} is not in the model"
                 for name in entries
-                if name.startswith(checkpoints.WEIGHTS) and name not in model and self._is_mine(name)
+                if name.startswith(checkpoints.WEIGHTS)
+                and name not in model
+                and self._is_mine(name)
                 and not _NO_LONGER_STORED.fullmatch(name.removeprefix(checkpoints.WEIGHTS))
-            ]  # fmt: skip
+            ]
         if not self.optimizers:
             return faults
         kinds = [_kind(optimizer) for optimizer in self.optimizers]

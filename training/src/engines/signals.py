@@ -80,7 +80,7 @@ def add_callbacks(trainer: L.Trainer) -> None:
 class StopBetweenSteps(L.Callback):
     """Delays the end of a run, such as that of Trainer(max_time=…), until after the next optimiser step.
 
-    Then what is saved at the end is a state from which it can go on, and no batch was in vain.
+    So the state that is saved at the end can be resumed, and no batch is lost.
     """
 
     def __init__(self) -> None:

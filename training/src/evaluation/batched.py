@@ -97,9 +97,13 @@ def continue_prompts(
         written = _Written(len(rows), eos_token_id, stopped)
         try:
             model.generate(
-                input_ids.to(device), max_length=width + max_new_tokens, attention_mask=attention_mask.to(device),
-                eos_token_id=eos_token_id, streamer=written, **sampling,
-            )  # fmt: skip
+                input_ids.to(device),
+                max_length=width + max_new_tokens,
+                attention_mask=attention_mask.to(device),
+                eos_token_id=eos_token_id,
+                streamer=written,
+                **sampling,
+            )
         except _AllStopped:
             pass
         for row, ids in zip(rows, written.rows):

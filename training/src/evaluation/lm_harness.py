@@ -118,8 +118,10 @@ class FlashAttnLM(TemplateLM):
         max_new_tokens = options.pop("max_gen_toks")
         room = self.max_length - max_new_tokens
         if room < 1:
-            raise ValueError(f"max_gen_toks must be less than the {self.max_length} tokens that the model reads, "
-                             f"found {max_new_tokens}")  # fmt: skip
+            raise ValueError(
+                f"max_gen_toks must be less than the {self.max_length} tokens that the model reads, "
+                f"found {max_new_tokens}"
+            )
         prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
 
         def stopped(ids):
@@ -127,9 +129,15 @@ class FlashAttnLM(TemplateLM):
             return any(stop and stop in text for stop in until)
 
         written = continue_prompts(
-            self.model, prompts, max_new_tokens, self.batch_size, self.eot_token_id, stopped, progress,
+            self.model,
+            prompts,
+            max_new_tokens,
+            self.batch_size,
+            self.eot_token_id,
+            stopped,
+            progress,
             **_sampling(options),
-        )  # fmt: skip
+        )
         return [postprocess_generated_text(self.tokenizer.decode(ids), until, None) for ids in written]
 
 

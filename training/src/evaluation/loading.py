@@ -33,7 +33,7 @@ def add_model_arguments(parser) -> None:
 
 
 def existing(path: str) -> str:
-    """The path of a file or a folder, as a type for argparse, which says so if there is none."""
+    """The path of a file or a folder, as a type for argparse, which reports a path that does not exist."""
     if not pathlib.Path(path).exists():
         raise argparse.ArgumentTypeError(f"must be a file or a folder, found nothing at {path}")
     return path
@@ -49,7 +49,7 @@ def open_model(checkpoint, tokenizer=None, device=None, dtype=None):
         device: by default the GPU if there is one.
         dtype: of the weights and the computation, or its name; by default bfloat16 on a GPU and float32 elsewhere.
 
-    Of a run with EMACallback, the weights are the averaged ones, as in run=eval.
+    For a run with EMACallback, the weights are the averaged ones, as in run=eval.
 
     Raises FileNotFoundError if there is nothing of that name, ValueError if no tokenizer is known, or no such device.
     """

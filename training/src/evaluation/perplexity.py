@@ -60,9 +60,12 @@ class Score:
 
     def as_dict(self) -> dict[str, float | int | None]:
         return dict(
-            loss=self.loss, perplexity=self.perplexity, bits_per_byte=self.bits_per_byte,
-            tokens=self.tokens, num_bytes=self.num_bytes,
-        )  # fmt: skip
+            loss=self.loss,
+            perplexity=self.perplexity,
+            bits_per_byte=self.bits_per_byte,
+            tokens=self.tokens,
+            num_bytes=self.num_bytes,
+        )
 
 
 class Windows(Dataset):
@@ -181,9 +184,10 @@ def count_bytes(path, tokens, tokenizer) -> int | None:
 
 def parser():
     command = argparse.ArgumentParser(
-        prog="python -m src.evaluation.perplexity", description=__doc__,
+        prog="python -m src.evaluation.perplexity",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     add_model_arguments(command)
     command.add_argument(
         "--data",

@@ -88,7 +88,7 @@ class SequenceModel(L.LightningModule):
         what = f"train.warmstart.path={options.path}"
         missing, unexpected = load_weights(self.model, weights, what, strict=options.get("strict", True))
         if missing or unexpected:
-            log.warning("Warm start: no weights for %s; nothing has weights %s", missing, unexpected)
+            log.warning("Warm start: no weights for %s; the model has no parameters for %s", missing, unexpected)
         log.info("Warm start with the weights of %s", options.path)
 
     def instantiate_loss(self) -> None:
@@ -174,8 +174,12 @@ class SequenceModel(L.LightningModule):
             log.warning(
                 "The global batch has %d sequences, %d processes x datamodule.batch_size=%d x %d accumulated batches, "
                 "not train.global_batch_size=%d, which is no multiple of processes x datamodule.batch_size",
-                replicas * batch * accumulated, replicas, batch, accumulated, wanted,
-            )  # fmt: skip
+                replicas * batch * accumulated,
+                replicas,
+                batch,
+                accumulated,
+                wanted,
+            )
 
     def configure_optimizers(self) -> Any:
         train = self.cfg.train

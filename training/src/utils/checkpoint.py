@@ -325,7 +325,9 @@ class Redivided(Checkpoint):
         engine = stored.state.get("engine", {})
         self._size_before = engine.get("tensor_parallel_size", 1)
         if self._size_before > 1 and "models" not in engine:
-            raise CheckpointError(f"{self.path} has parts of a tensor parallel model, and does not say of which")
+            raise CheckpointError(
+                f"{self.path} has parts of a tensor parallel model, but does not say how it was divided"
+            )
         before = engine.get("models", {})
         self._models_before = {name: types.SimpleNamespace(**config) for name, config in before.items()}
         places = [(int(place.partition(PART)[2] or 0), place) for place in stored.entries]
@@ -465,7 +467,7 @@ def _manifest(path):
 def latest(dirpath: PathLike) -> pathlib.Path | None:
     """The checkpoint in a folder that was completed last, under any name; None if there is none.
 
-    The log says which ones are passed over, and why. An old one that was being replaced when its process ended counts.
+    The log says which ones are ignored, and why. An old one that was being replaced when its process ended counts.
     """
     dirpath = pathlib.Path(dirpath)
     candidates = []
@@ -475,11 +477,11 @@ def latest(dirpath: PathLike) -> pathlib.Path | None:
         if not (path.name.endswith(".ckpt") or replaced or interrupted):
             continue
         if path.is_file():
-            _log.warning("%s is passed over: it is a file, and not a checkpoint of this program", path)
+            _log.warning("%s is ignored: it is a file, not a checkpoint of this program", path)
             continue
         fault = "writing it was interrupted" if interrupted else _fault(path)
         if fault:
-            _log.warning("%s is passed over: %s", path, fault)
+            _log.warning("%s is ignored: %s", path, fault)
         else:
             candidates.append((_manifest(path)["saved_at"], path))
     return max(candidates)[1] if candidates else None

@@ -126,7 +126,7 @@ def _nvml() -> ModuleType:
     try:
         import pynvml
     except ImportError as error:
-        raise ImportError("the cores near a GPU are known to NVML: `pip install nvidia-ml-py`") from error
+        raise ImportError("finding the cores near a GPU needs NVML: `pip install nvidia-ml-py`") from error
     pynvml.nvmlInit()  # counts its calls; any number of them is fine
     return pynvml
 

@@ -9,9 +9,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 _OF_A_FAST_RUN = {
-    "datamodule.pin_memory": False, "datamodule.num_workers": 0, "callbacks.model_checkpoint": None,
+    "datamodule.pin_memory": False,
+    "datamodule.num_workers": 0,
+    "callbacks.model_checkpoint": None,
     "callbacks.model_checkpoint_progress": None,
-}  # fmt: skip
+}
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "fatal")
 
 
@@ -82,10 +84,18 @@ def extras(config: DictConfig) -> None:
 def print_config(
     config: DictConfig,
     fields: Sequence[str] = (
-        "trainer", "model", "datamodule", "train", "eval", "callbacks", "logger", "seed", "name",
+        "trainer",
+        "model",
+        "datamodule",
+        "train",
+        "eval",
+        "callbacks",
+        "logger",
+        "seed",
+        "name",
     ),
     resolve: bool = True,
-) -> None:  # fmt: skip
+) -> None:
     """Print these parts of a configuration as a tree, and write it to config_tree.txt in the working directory."""
     from rich.console import Console
     from rich.syntax import Syntax

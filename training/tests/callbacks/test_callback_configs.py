@@ -14,8 +14,15 @@ from tests.callbacks.tiny import TinyTask, loader, trainer
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CALLBACKS = {
     "default": [
-        "ModelSummary", "ModelCheckpointMine", "EarlyStopping", "LearningRateMonitor", "SpeedMonitor",
-        "LossScaleMonitor", "ParamsLog", "GpuAffinity", "ProgressBar",
+        "ModelSummary",
+        "ModelCheckpointMine",
+        "EarlyStopping",
+        "LearningRateMonitor",
+        "SpeedMonitor",
+        "LossScaleMonitor",
+        "ParamsLog",
+        "GpuAffinity",
+        "ProgressBar",
     ],
     "ema": ["EMACallback"],
     "flop-count": ["FlopCount"],
@@ -24,12 +31,17 @@ CALLBACKS = {
     "params-log": ["ParamsLog"],
     "model-summary": ["ModelSummary"],
     "none": [],
-}  # fmt: skip
+}
 CALLBACKS["gpu-monitor"] = [*CALLBACKS["default"], "DeviceStatsMonitor"]
 CALLBACKS["wandb"] = [
-    *CALLBACKS["default"], "WatchModel", "UploadCodeAsArtifact", "UploadCheckpointsAsArtifact", "LogF1PrecRecHeatmap",
-    "LogConfusionMatrix", "LogImagePredictions",
-]  # fmt: skip
+    *CALLBACKS["default"],
+    "WatchModel",
+    "UploadCodeAsArtifact",
+    "UploadCheckpointsAsArtifact",
+    "LogF1PrecRecHeatmap",
+    "LogConfusionMatrix",
+    "LogImagePredictions",
+]
 METRICS = {
     "acc": {"acc": "AccuracyMine"},
     "acctop5": {"acctop5": "AccuracyMine"},

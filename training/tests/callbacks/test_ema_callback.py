@@ -54,9 +54,13 @@ def assert_close(weights, expected):
 def test_averages_of_optimizer_steps_are_evaluated(accumulate, use_num_updates):
     task, callback = Watches(), EMACallback(0.8, use_num_updates)
     used = trainer(
-        [callback], max_steps=6, accumulate_grad_batches=accumulate, limit_val_batches=1,
-        val_check_interval=accumulate, num_sanity_val_steps=1,
-    )  # fmt: skip
+        [callback],
+        max_steps=6,
+        accumulate_grad_batches=accumulate,
+        limit_val_batches=1,
+        val_check_interval=accumulate,
+        num_sanity_val_steps=1,
+    )
     used.fit(task, loader(64), loader())
     expected = averages(task, 0.8, use_num_updates)
     sanity, *validated = task.evaluated

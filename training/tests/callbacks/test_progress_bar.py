@@ -76,8 +76,10 @@ def test_units():
     used._logger_connector._progress_bar_metrics = {"time/tokens_per_s": 5230.4, "time/mfu": 0.4123, "v_num": "abcd"}
     bar.setup(used, used.lightning_module, "fit")
     assert bar.get_metrics(used, used.lightning_module) | {"loss": 0} == {
-        "loss": 0, "tokens/s": "5,230", "MFU": "41.2%",
-    }  # fmt: skip
+        "loss": 0,
+        "tokens/s": "5,230",
+        "MFU": "41.2%",
+    }
 
 
 def test_summary(capsys):

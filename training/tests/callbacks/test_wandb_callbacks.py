@@ -56,9 +56,13 @@ def run(monkeypatch):
     logger = Remembers()
     reduce = lambda x, reduce_op: x  # noqa: E731
     stand_in = SimpleNamespace(
-        fast_dev_run=False, loggers=[logger], sanity_checking=False, model="the model",
-        checkpoint_callback=SimpleNamespace(best_model_path=""), strategy=SimpleNamespace(reduce=reduce),
-    )  # fmt: skip
+        fast_dev_run=False,
+        loggers=[logger],
+        sanity_checking=False,
+        model="the model",
+        checkpoint_callback=SimpleNamespace(best_model_path=""),
+        strategy=SimpleNamespace(reduce=reduce),
+    )
     return stand_in, logger
 
 

@@ -75,8 +75,13 @@ def loader(samples=16, batch_size=2):
 def trainer(callbacks=(), logger=False, **options):
     """A trainer on the CPU that shows nothing."""
     defaults = dict(
-        accelerator="cpu", max_steps=8, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu",
+        max_steps=8,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         enable_checkpointing=any(isinstance(c, L.pytorch.callbacks.Checkpoint) for c in callbacks),
-        num_sanity_val_steps=0, limit_val_batches=0, log_every_n_steps=2,
-    )  # fmt: skip
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        log_every_n_steps=2,
+    )
     return L.Trainer(callbacks=list(callbacks), logger=logger, **{**defaults, **options})

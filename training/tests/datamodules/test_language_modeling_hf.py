@@ -386,11 +386,28 @@ def test_missing_files_are_named(tmp_path):
 def test_signature():
     parameters = inspect.signature(LMDataModule).parameters.values()
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == [
-        "dataset_name", "tokenizer_name", "dataset_config_name", "max_length", "cache_dir", "val_ratio",
-        "val_split_seed", "add_eos", "detokenize", "val_only", "batch_size", "batch_size_eval", "num_workers",
-        "shuffle", "pin_memory", "drop_last", "fault_tolerant", "ddp", "fast_forward_epochs", "fast_forward_batches",
+        "dataset_name",
+        "tokenizer_name",
+        "dataset_config_name",
+        "max_length",
+        "cache_dir",
+        "val_ratio",
+        "val_split_seed",
+        "add_eos",
+        "detokenize",
+        "val_only",
+        "batch_size",
+        "batch_size_eval",
+        "num_workers",
+        "shuffle",
+        "pin_memory",
+        "drop_last",
+        "fault_tolerant",
+        "ddp",
+        "fast_forward_epochs",
+        "fast_forward_batches",
         "use_shmem",
-    ]  # fmt: skip
+    ]
 
 
 # The hub
@@ -414,18 +431,28 @@ CORPORA = {  # name and configuration, folder, options, tokens
     "wikitext2": ("wikitext", "wikitext-2-raw-v1", "wikitext-2", WIKITEXT, (2391884, 247289, 283287)),
     "wikitext103": ("wikitext", "wikitext-103-raw-v1", "wikitext-103", WIKITEXT, (117920140, 247289, 283287)),
     "openwebtext": (
-        "openwebtext", None, "openwebtext", {"max_length": 1024, "batch_size": 8, "num_workers": HALF}, (None,) * 3,
+        "openwebtext",
+        None,
+        "openwebtext",
+        {"max_length": 1024, "batch_size": 8, "num_workers": HALF},
+        (None,) * 3,
     ),
     "lambada": ("lambada", None, "lambada", {"max_length": 1024, "batch_size": 8, "num_workers": 64}, (None,) * 3),
     "the_pile": (
-        "the_pile", None, "the_pile", {"max_length": 2048, "batch_size": 8, "num_workers": HALF, "use_shmem": False},
+        "the_pile",
+        None,
+        "the_pile",
+        {"max_length": 2048, "batch_size": 8, "num_workers": HALF, "use_shmem": False},
         (374337375694, 383326395, 373297018),
     ),
     "pg19": (
-        "pg19", None, "pg19", {"max_length": 2048, "batch_size": 8, "num_workers": HALF},
+        "pg19",
+        None,
+        "pg19",
+        {"max_length": 2048, "batch_size": 8, "num_workers": HALF},
         (3066544128, 4653056, 10584064),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CORPORA)

@@ -30,9 +30,15 @@ def test_a_run_that_fails_does_not_wait_for_its_workers():
 def test_a_signal_to_all_processes_does_not_end_them(number, tmp_path):
     (tmp_path / "text.txt").write_text("All of these words are read by another process. " * 400)
     data = LMDataModule(
-        str(tmp_path / "text.txt"), "byte", max_length=16, cache_dir=str(tmp_path), batch_size=4, val_ratio=0.1,
-        shuffle=True, loader_workers=1,
-    )  # fmt: skip
+        str(tmp_path / "text.txt"),
+        "byte",
+        max_length=16,
+        cache_dir=str(tmp_path),
+        batch_size=4,
+        val_ratio=0.1,
+        shuffle=True,
+        loader_workers=1,
+    )
     data.prepare_data()
     data.setup()
     loader, others = data.train_dataloader(), set(multiprocessing.active_children())

@@ -68,8 +68,12 @@ def test_documents_are_joined_in_order(tmp_path, add_eos):
         assert tokens.metadata["splits"][split]["documents"] == sum(map(bool, found))
     assert isinstance(tokens.tokenizer, ByteTokenizer)
     assert {path.name for path in (tmp_path / "tokens").iterdir()} == {
-        "metadata.json", "tokenizer", "train.npy", "validation.npy", "test.npy",
-    }  # fmt: skip
+        "metadata.json",
+        "tokenizer",
+        "train.npy",
+        "validation.npy",
+        "test.npy",
+    }
 
 
 @pytest.mark.parametrize("ratio, held_out", [(0.001, 1), (0.02, 4), (0.5, 100), (0.999, 199)])

@@ -37,9 +37,13 @@ def main(arguments, log):
         _kill_while_saving(args.kill_while_saving)
     task, data = tiny.Task(), tiny.Data(batch_size=4)
     trainer = tiny.trainer(
-        args.folder, SingleDeviceStrategy(), args.max_steps, callbacks=callbacks, accumulate_grad_batches=3,
+        args.folder,
+        SingleDeviceStrategy(),
+        args.max_steps,
+        callbacks=callbacks,
+        accumulate_grad_batches=3,
         enable_checkpointing=True,
-    )  # fmt: skip
+    )
     trainer.fit(task, datamodule=data, ckpt_path=checkpoints.latest(args.folder) if args.resume else None)
     torch.save({"weights": tiny.weights(task), "losses": task.losses}, args.folder / "end.pt")
 

@@ -121,10 +121,18 @@ LAYERS = 2 if torch.cuda.is_available() else 1  # a CPU takes seconds for each
 def gpt(dropout=0.0, layers=LAYERS):
     """A small decoder that 4 processes can share. Its keys have no bias: the gradient would be but rounding."""
     config = GPT2Config(
-        n_embd=32, n_layer=layers, n_head=4, n_positions=tiny.SEQLEN, vocab_size=tiny.VOCAB,
-        activation_function="swiglu", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0, lm_head_bias=True,
+        n_embd=32,
+        n_layer=layers,
+        n_head=4,
+        n_positions=tiny.SEQLEN,
+        vocab_size=tiny.VOCAB,
+        activation_function="swiglu",
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=0.0,
+        lm_head_bias=True,
         qkv_proj_bias=False,
-    )  # fmt: skip
+    )
     return GPTLMHeadModel(config)
 
 
@@ -244,9 +252,15 @@ def check_first_weights(group, folder):
 
 @pytest.mark.parametrize(
     "strategy, rank, meta",
-    [("strategy=fsdp", 1, True), ("strategy=fsdp", 0, False), ("trainer.strategy=fsdp", 1, True),
-     ("strategy=fsdp-tp", 1, True), ("strategy=tp", 1, True), ("strategy=ddp", 1, False)],
-)  # fmt: skip
+    [
+        ("strategy=fsdp", 1, True),
+        ("strategy=fsdp", 0, False),
+        ("trainer.strategy=fsdp", 1, True),
+        ("strategy=fsdp-tp", 1, True),
+        ("strategy=tp", 1, True),
+        ("strategy=ddp", 1, False),
+    ],
+)
 def test_other_processes_make_no_weights_that_are_divided(strategy, rank, meta, monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", rank)
     task = SequenceLMModel(small(strategy))
@@ -386,10 +400,12 @@ def test_layers_are_kept_if_they_take_little_memory(given, precision, device, gi
 
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
-    [("reshard_after_forward", 0, "true, false or null, found 0"),
-     ("reshard_after_forward", "maybe", "true, false or null, found 'maybe'"),
-     ("reduce_dtype", "float33", "one of float32, bfloat16, float16, found 'float33'")],
-)  # fmt: skip
+    [
+        ("reshard_after_forward", 0, "true, false or null, found 0"),
+        ("reshard_after_forward", "maybe", "true, false or null, found 'maybe'"),
+        ("reduce_dtype", "float33", "one of float32, bfloat16, float16, found 'float33'"),
+    ],
+)
 def test_options_of_fsdp(option, value, expected):
     with pytest.raises(ValueError, match=rf"trainer\.strategy\.{option} must be {expected}"):
         engines.strategy("fsdp", **{option: value})
@@ -703,16 +719,22 @@ def validated_text(folder, group=None, name="single"):
     torch.manual_seed(0)
     task = SequenceLMModel(
         small(
-            "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule", "+datamodule.loader_workers=0",
-            f"datamodule.dataset_name={folder}/text", f"datamodule.cache_dir={folder}/cache",
+            "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule",
+            "+datamodule.loader_workers=0",
+            f"datamodule.dataset_name={folder}/text",
+            f"datamodule.cache_dir={folder}/cache",
             "datamodule.batch_size_eval=1",
         )
-    )  # fmt: skip
+    )
     assert len(task._datamodule.dataset_val) == 11
     trainer = L.Trainer(
-        accelerator="cpu", devices=1 if group is None else group.size(), strategy=strategy(name, group), logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1 if group is None else group.size(),
+        strategy=strategy(name, group),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     (metrics,) = trainer.validate(task, datamodule=task._datamodule, verbose=False)
     return metrics
 

@@ -99,5 +99,5 @@ def test_killed_while_saving(whole, tmp_path):
     assert status == -9
     status, log = run(tmp_path, "--resume")
     assert status == 0, log
-    assert ".last.ckpt.part is passed over: writing it was interrupted" in log
+    assert ".last.ckpt.part is ignored: writing it was interrupted" in log
     assert_same_end(tmp_path, whole)

@@ -141,10 +141,20 @@ class SendSignal(L.Callback):
 def trainer(folder: pathlib.Path, strategy: Any, max_steps: int, devices: int = 1, **options: Any) -> L.Trainer:
     """A trainer without logging, that shuffles nothing itself and validates in the middle of an epoch, at batch 4."""
     defaults = dict(
-        accelerator="cpu", devices=devices, max_epochs=10, max_steps=max_steps, val_check_interval=4, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=1,
-        enable_checkpointing=False, default_root_dir=folder, gradient_clip_val=0.5,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=10,
+        max_steps=max_steps,
+        val_check_interval=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=1,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        gradient_clip_val=0.5,
+    )
     return L.Trainer(strategy=strategy, **(defaults | options))
 
 

@@ -26,25 +26,33 @@ DOCUMENTS = [
     {"text": "a rose is a rose is a rose is a rose", "question": "a rose", "choices": [" is", "s", "?"], "answer": 1},
     {"text": "x", "question": "?", "choices": ["y", "zz", "a long one"], "answer": 2},
     {"text": "n\u00e4her \u2192 ferner", "question": "\u00e4", "choices": ["\u00f6", "u", "e"], "answer": 0},
-]  # fmt: skip
+]
 LENGTH = 24
 TRAINING = pathlib.Path(__file__).resolve().parents[2]
 
 TASKS = {
     "choices": {
-        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
-        "doc_to_target": "answer", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
     },
     "rolling": {
-        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
         "metric_list": [{"metric": "bits_per_byte"}, {"metric": "byte_perplexity"}],
     },
     "writing": {
-        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[0]}}",
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

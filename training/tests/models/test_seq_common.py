@@ -159,8 +159,12 @@ def test_mlps(make, formula):
 def test_big_mlp():
     mlp = parts.MlpBig(4, 3, 5, act_layer=nn.ReLU)
     assert [(layer.in_features, layer.out_features) for layer in mlp.layers] == [
-        (4, 3), (3, 6), (6, 12), (12, 24), (24, 5),
-    ]  # fmt: skip
+        (4, 3),
+        (3, 6),
+        (6, 12),
+        (12, 24),
+        (24, 5),
+    ]
     x = y = torch.randn(2, 4)
     for layer in mlp.layers[:-1]:
         y = layer(y).relu()

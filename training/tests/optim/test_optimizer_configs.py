@@ -114,9 +114,14 @@ def test_gradients_of_adamw_can_be_clipped_under_a_loss_scale():
     model, loss = model_and_loss()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     trained = L.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=1,
-        gradient_clip_val=0.5, plugins=MixedPrecision("16-mixed", "cpu", scaler),
-    )  # fmt: skip
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_steps=1,
+        gradient_clip_val=0.5,
+        plugins=MixedPrecision("16-mixed", "cpu", scaler),
+    )
     reference, loss_of_reference = model_and_loss()
     trained.fit(OneStep(model, loss), torch.utils.data.DataLoader([0]))
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)

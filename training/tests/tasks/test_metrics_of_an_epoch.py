@@ -51,11 +51,15 @@ def run(folder, max_steps, group=None, ckpt_path=None, callbacks=(), accumulate=
     ranks = 1 if group is None else group.size()
     L.seed_everything(1)
     config = small(
-        "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule", "+datamodule.loader_workers=0",
-        f"datamodule.dataset_name={folder}/*.txt", f"datamodule.cache_dir={folder}/cache",
-        f"datamodule.batch_size={2 // ranks}", "train.optimizer.lr=0.01", "train.scheduler.t_initial=60",
+        "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule",
+        "+datamodule.loader_workers=0",
+        f"datamodule.dataset_name={folder}/*.txt",
+        f"datamodule.cache_dir={folder}/cache",
+        f"datamodule.batch_size={2 // ranks}",
+        "train.optimizer.lr=0.01",
+        "train.scheduler.t_initial=60",
         *(f"+model.config.{kind}_pdrop=0" for kind in ("resid", "embd", "attn")),
-    )  # fmt: skip
+    )
     task, rows = SequenceLMModel(config), Rows()
     strategy = (
         engines.strategy("single", "cpu", 1)
@@ -63,10 +67,20 @@ def run(folder, max_steps, group=None, ckpt_path=None, callbacks=(), accumulate=
         else engines.DDPStrategy(cluster_environment=Started(group))
     )
     trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, logger=rows, max_steps=max_steps, callbacks=[*callbacks],
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        use_distributed_sampler=False, default_root_dir=folder, log_every_n_steps=4, accumulate_grad_batches=accumulate,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        logger=rows,
+        max_steps=max_steps,
+        callbacks=[*callbacks],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        log_every_n_steps=4,
+        accumulate_grad_batches=accumulate,
+    )
     trainer.fit(task, datamodule=task._datamodule, ckpt_path=ckpt_path)
     assert trainer.num_training_batches == BATCHES
     return rows.rows

@@ -27,10 +27,16 @@ def fitted(*overrides, callbacks=(), **options):
     task = task_of(*overrides)
     options = dict(max_steps=4, log_every_n_steps=1, limit_val_batches=2, val_check_interval=2) | options
     trainer = L.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, check_val_every_n_epoch=None, callbacks=list(callbacks),
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,
+        callbacks=list(callbacks),
         **options,
-    )  # fmt: skip
+    )
     trainer.fit(task, datamodule=task._datamodule)
     return task, trainer
 
@@ -131,8 +137,13 @@ def test_device_batches_do_not_change_training(batch_size):
     overrides = (*WITHOUT_DROPOUT, "train.global_batch_size=4")
     runs = []
     for size in (4, batch_size):
-        task, _ = fitted(*overrides, f"datamodule.batch_size={size}", accumulate_grad_batches=4 // size, max_steps=5,
-                         val_check_interval=20)  # fmt: skip
+        task, _ = fitted(
+            *overrides,
+            f"datamodule.batch_size={size}",
+            accumulate_grad_batches=4 // size,
+            max_steps=5,
+            val_check_interval=20,
+        )
         scheduler = task.lr_schedulers()
         runs.append((task.state_dict()["train_metrics.num-tokens.count"], scheduler.optimizer.param_groups[0]["lr"]))
         runs[-1] += (list(task.model.parameters()),)
@@ -267,10 +278,18 @@ def test_steps_do_not_wait_for_the_gpu(loss_fn):
 
     task = task_of(f"train.loss_fn={loss_fn}", "optimizer=adamw-apex")
     trainer = L.Trainer(
-        accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=10, log_every_n_steps=20, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0, gradient_clip_val=1.0,
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        max_steps=10,
+        log_every_n_steps=20,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        limit_val_batches=0,
+        gradient_clip_val=1.0,
         callbacks=[Forbid(), *map(instantiate, [{"_target_": "src.callbacks.speed_monitor.SpeedMonitor"}])],
-    )  # fmt: skip
+    )
     loader = torch.utils.data.DataLoader(task._datamodule.data, 2, pin_memory=True)
     try:
         trainer.fit(task, loader)

@@ -21,14 +21,38 @@ from src.utils import checkpoint as checkpoints
 from src.utils.plain_state import decode, encode
 
 PLAIN = [
-    None, True, 3, 2**70, -0.0, 0.1, math.inf, "text", b"\x00\xff", [], {}, (), (1, (2.5, "x")), [[1], {"a": (None,)}],
-    {1: "a", (2, 3): [4], None: True}, {"!tuple": [1]}, {1.5, 2.5}, torch.float16, torch.device("cpu"),
-    torch.Size([2, 3]), random.Random(3).getstate(),
-]  # fmt: skip
+    None,
+    True,
+    3,
+    2**70,
+    -0.0,
+    0.1,
+    math.inf,
+    "text",
+    b"\x00\xff",
+    [],
+    {},
+    (),
+    (1, (2.5, "x")),
+    [[1], {"a": (None,)}],
+    {1: "a", (2, 3): [4], None: True},
+    {"!tuple": [1]},
+    {1.5, 2.5},
+    torch.float16,
+    torch.device("cpu"),
+    torch.Size([2, 3]),
+    random.Random(3).getstate(),
+]
 TENSORS = [
-    torch.tensor(3), torch.randn(2, 3), torch.randn(4, 4).t(), torch.zeros(0, 2), torch.tensor([math.nan, -0.0]),
-    torch.randn(3).bfloat16(), torch.tensor([True, False]), torch.randint(2**62, (3,)),
-]  # fmt: skip
+    torch.tensor(3),
+    torch.randn(2, 3),
+    torch.randn(4, 4).t(),
+    torch.zeros(0, 2),
+    torch.tensor([math.nan, -0.0]),
+    torch.randn(3).bfloat16(),
+    torch.tensor([True, False]),
+    torch.randint(2**62, (3,)),
+]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
@@ -138,9 +162,9 @@ def test_latest(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert checkpoints.latest(tmp_path).name == "last.ckpt"
     for expected in (
-        "step_2.ckpt is passed over: manifest.json is missing, so writing it was interrupted",
-        ".pl_auto_save.ckpt is passed over: state.json must have",
-        "other.ckpt is passed over: it is a file",
+        "step_2.ckpt is ignored: manifest.json is missing, so writing it was interrupted",
+        ".pl_auto_save.ckpt is ignored: state.json must have",
+        "other.ckpt is ignored: it is a file",
     ):
         assert expected in caplog.text
     assert not checkpoints.is_complete(tmp_path / "step_2.ckpt")
@@ -247,13 +271,18 @@ def _safetensors(folder):
 @pytest.mark.parametrize(
     "write",
     [
-        _ours, lambda folder: _ours(folder).parent, _deepspeed, _safetensors,
-        _saved(WEIGHTS), _saved({"model": WEIGHTS}),
-        _saved({"state_dict_ema": WEIGHTS}), _saved({"epoch": 1, "state_dict": LIGHTNING}, "last.ckpt"),
+        _ours,
+        lambda folder: _ours(folder).parent,
+        _deepspeed,
+        _safetensors,
+        _saved(WEIGHTS),
+        _saved({"model": WEIGHTS}),
+        _saved({"state_dict_ema": WEIGHTS}),
+        _saved({"epoch": 1, "state_dict": LIGHTNING}, "last.ckpt"),
         lambda folder: _saved({"state_dict": LIGHTNING}, "last.ckpt")(folder).parent,
     ],
     ids=["ours", "folder of ours", "deepspeed", "safetensors", "plain", "model", "ema", "lightning", "its folder"],
-)  # fmt: skip
+)
 def test_load_checkpoint(write, tmp_path):
     found = checkpoints.load_checkpoint(write(tmp_path))
     torch.testing.assert_close(found, WEIGHTS, rtol=0, atol=0)
@@ -316,7 +345,7 @@ def test_uneven_parts_of_layers_are_put_together(tmp_path):
         assert found[f"optimizer_states.0.step.model.{name}"] == 3
     checkpoints.save(tmp_path / "b.ckpt", {"engine": {"tensor_parallel_size": 2}}, tensors)
     with pytest.raises(
-        checkpoints.CheckpointError, match="parts of a tensor parallel model, and does not say of which"
+        checkpoints.CheckpointError, match="parts of a tensor parallel model, but does not say how it was divided"
     ):
         checkpoints.load_checkpoint(tmp_path / "b.ckpt")
 

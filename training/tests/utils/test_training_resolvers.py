@@ -50,9 +50,19 @@ def test_values(text, expected):
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [(2, 2), ("2", 2), ([3], [3]), ((0, 1), [0, 1]), ("0,1", [0, 1]), ("3,", [3]), (-1, "auto"), ("-1", "auto"),
-     (None, "auto"), ("auto", "auto")],
-)  # fmt: skip
+    [
+        (2, 2),
+        ("2", 2),
+        ([3], [3]),
+        ((0, 1), [0, 1]),
+        ("0,1", [0, 1]),
+        ("3,", [3]),
+        (-1, "auto"),
+        ("-1", "auto"),
+        (None, "auto"),
+        ("auto", "auto"),
+    ],
+)
 def test_devices(devices, expected):
     assert resolvers.parsed_devices(devices) == expected
 

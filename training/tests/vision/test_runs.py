@@ -56,9 +56,12 @@ def blended(images, targets):
 @pytest.mark.parametrize("file_format", ["npy", pytest.param("png", marks=needs_torchvision)])
 def test_tiny_vision_learns(tmp_path, file_format):
     options = [
-        "experiment=tiny/vision", f"datamodule.file_format={file_format}", "+optimized_metric=test/acc",
-        "datamodule.num_train=256", "datamodule.num_val=64",
-    ]  # fmt: skip
+        "experiment=tiny/vision",
+        f"datamodule.file_format={file_format}",
+        "+optimized_metric=test/acc",
+        "datamodule.num_train=256",
+        "datamodule.num_val=64",
+    ]
     assert run(tmp_path, *options) > 0.9  # of 4 classes
     assert len(list((tmp_path / "data/gratings").glob("[!.]*"))) == 1  # besides the lock
 
@@ -66,14 +69,23 @@ def test_tiny_vision_learns(tmp_path, file_format):
 @pytest.mark.parametrize("stopped_at, workers", [(4, 0), (6, 1)])  # after steps, of which an epoch has 4
 def test_a_resumed_run_gives_the_same_weights(tmp_path, stopped_at, workers):
     options = [
-        "experiment=tiny/vision", f"datamodule.num_workers={workers}",
-        "datamodule.num_train=72", "datamodule.batch_size=16", "++datamodule.drop_last=true",
-        "datamodule.num_val=8", "test_after_training=false", "++model.drop_path_rate=0.2", "++model.drop_rate=0.1",
-        "trainer.max_epochs=3", "train.scheduler.t_initial=12", "train.scheduler.warmup_t=2",
-        "callbacks.model_checkpoint.monitor=null", "++datamodule.num_aug_repeats=2",
+        "experiment=tiny/vision",
+        f"datamodule.num_workers={workers}",
+        "datamodule.num_train=72",
+        "datamodule.batch_size=16",
+        "++datamodule.drop_last=true",
+        "datamodule.num_val=8",
+        "test_after_training=false",
+        "++model.drop_path_rate=0.2",
+        "++model.drop_rate=0.1",
+        "trainer.max_epochs=3",
+        "train.scheduler.t_initial=12",
+        "train.scheduler.warmup_t=2",
+        "callbacks.model_checkpoint.monitor=null",
+        "++datamodule.num_aug_repeats=2",
         f"++datamodule.train_transforms={{_target_: {HERE}.noisy, _partial_: true}}",
         f"++datamodule.mixup={{_target_: {HERE}.blended, _partial_: true}}",
-    ]  # fmt: skip
+    ]
     save_at = "++callbacks.model_checkpoint.every_n_train_steps="
     run(tmp_path, *options, "name=whole", f"{save_at}12")
     run(tmp_path, *options, "name=resumed", f"{save_at}{stopped_at}", f"++trainer.max_steps={stopped_at}")
@@ -150,10 +162,20 @@ def test_an_epoch_of_the_recipe(tmp_path):
         tmp_path / "data/imagenet", num_train=48, num_val=12, num_classes=6, image_size=40, file_format="png"
     )
     accuracy = run(
-        tmp_path, "experiment=imagenet/vit-t", "trainer.devices=1", "trainer.max_epochs=2", "datamodule.batch_size=8",
-        "train.global_batch_size=16", "datamodule.image_size=32", "datamodule.num_workers=2",
-        "datamodule.num_classes=6", "++model.depth=1", "++model.embed_dim=24", "callbacks=[default,ema]",
-        "callbacks.ema.decay=0.9", "+optimized_metric=test/acctop5",
-    )  # fmt: skip
+        tmp_path,
+        "experiment=imagenet/vit-t",
+        "trainer.devices=1",
+        "trainer.max_epochs=2",
+        "datamodule.batch_size=8",
+        "train.global_batch_size=16",
+        "datamodule.image_size=32",
+        "datamodule.num_workers=2",
+        "datamodule.num_classes=6",
+        "++model.depth=1",
+        "++model.embed_dim=24",
+        "callbacks=[default,ema]",
+        "callbacks.ema.decay=0.9",
+        "+optimized_metric=test/acctop5",
+    )
     assert 0 <= accuracy <= 1
     assert (tmp_path / "checkpoints").exists()

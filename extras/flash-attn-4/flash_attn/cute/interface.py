@@ -28,6 +28,7 @@ from torch import Tensor
 from flash_attn import functional
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
+from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import unseen_as_minus_inf, unseen_as_plus_inf
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
@@ -39,13 +40,28 @@ Pair = tuple[Tensor, Tensor | None]
 
 
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, gather_kv_indices: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (None, None),
-    learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
-    deterministic: bool = False, score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None,
-    aux_tensors: Any = None, aux_scalars: Any = None, block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
-) -> Pair:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> Pair:
     """`flash_attn.flash_attn_func` by FlashAttention-4's arguments, which the top of this module explains.
 
     Returns:
@@ -58,28 +74,63 @@ def flash_attn_func(
         (torch.Size([2, 128, 8, 64]), None)
     """
     _refuse(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+        qv=qv,
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )  # fmt: skip
+    )
     out, lse = _attention(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, learnable_sink=learnable_sink,
-        softcap=softcap, deterministic=deterministic,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
     return out, _wanted_lse(lse, return_lse, q, k, v, learnable_sink)
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None, page_table: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
-    score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
-    aux_tensors: Any = None, aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Any = None,
-    seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
-) -> Pair:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> Pair:
     """`flash_attn.flash_attn_varlen_func` by FlashAttention-4's arguments, which the top of this module explains.
 
     Arguments:
@@ -98,24 +149,48 @@ def flash_attn_varlen_func(
         torch.Size([7, 8, 64])
     """
     _refuse(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars, seqlen_k_per_split=seqlen_k_per_split,
-    )  # fmt: skip
+        qv=qv,
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        seqlen_k_per_split=seqlen_k_per_split,
+    )
     out, lse = _attention(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, learnable_sink=learnable_sink,
-        softcap=softcap, num_splits=num_splits, deterministic=deterministic,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        page_table=page_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        num_splits=num_splits,
+        deterministic=deterministic,
+    )
     return out, _wanted_lse(lse, return_lse, q, k, v, learnable_sink)
 
 
 def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    cu_seqlens: Tensor | None = None, seqused: Tensor | None = None, virtual_batch_idx: Tensor | None = None,
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
-) -> Pair:  # fmt: skip
+) -> Pair:
     """Merge the results of attention over parts of the keys; see `flash_attn.functional.combine`.
 
     Arguments:
@@ -146,13 +221,27 @@ class SchedulerMetadata(NamedTuple):
 
 
 def get_scheduler_metadata(
-    max_seqlen_q: int, max_seqlen_k: int, nheads: int, nheads_kv: int, headdim: int, num_splits: int,
-    headdim_v: int | None = None, pack_gqa: bool | None = None, causal: bool = False,
-    window_size_left: int | None = None, window_size_right: int | None = None, seqlen_k_new: int = 0,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
-    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, leftpad_k: Tensor | None = None,
-    seqlen_k_per_split: int | None = None, _arch: int | None = None,
-) -> SchedulerMetadata:  # fmt: skip
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: bool | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
+) -> SchedulerMetadata:
     """Returns a tuple to be passed as scheduler_metadata. It says nothing: kernels here make their own schedules.
 
     Example:
@@ -167,71 +256,156 @@ def get_scheduler_metadata(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names that other packages call. Of the options of the original, those of its tiles are not here; what follows them is
+# Names that other packages call. The original's options of tiles are not here; what follows them is
 # taken by keyword.
 
 
 @torch.no_grad()
 def _flash_attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, min_seqlen_k: int | None = None,
-    page_table: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-    softcap: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
     learnable_sink: Tensor | None = None,
-    *, num_splits: int = 1, pack_gqa: bool | None = None, _arch: int | None = None, score_mod: Any = None,
-    mask_mod: Any = None, block_sparse_tensors: Any = None, return_lse: bool = False, out: Tensor | None = None,
-    lse: Tensor | None = None, aux_tensors: Any = None, aux_scalars: Any = None, q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, gather_kv_indices: Tensor | None = None,
-    scheduler_metadata: Any = None, seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
-) -> Pair:  # fmt: skip
+    *,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    _arch: int | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> Pair:
     """Returns (out, softmax_lse or None), without a gradient: two values, as PyTorch takes them up to 2.13 at least.
 
     out, lse: written and returned, if given.
     """
     _refuse(
-        qv=qv, score_mod=score_mod, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, gather_kv_indices=gather_kv_indices, seqlen_k_per_split=seqlen_k_per_split,
-    )  # fmt: skip
+        qv=qv,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        gather_kv_indices=gather_kv_indices,
+        seqlen_k_per_split=seqlen_k_per_split,
+    )
     result, found = _attention(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
-        softmax_scale=softmax_scale, causal=causal, window_size=(window_size_left, window_size_right),
-        learnable_sink=learnable_sink, softcap=softcap or 0.0, num_splits=num_splits,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        page_table=page_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        learnable_sink=learnable_sink,
+        softcap=softcap or 0.0,
+        num_splits=num_splits,
+    )
     wanted = _wanted_lse(found, return_lse or lse is not None, q, k, v, learnable_sink)
     return _written("out", out, result), wanted if wanted is None else _written("lse", lse, wanted)
 
 
 @torch.no_grad()
 def _flash_attn_bwd(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float | None = None,
-    causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    window_size_left: int | None = None,
     window_size_right: int | None = None,
-    *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    deterministic: bool = False, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
-    score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, aux_tensors: Any = None,
-    aux_scalars: Any = None, block_sparse_tensors: Any = None, dlse: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = False,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    dlse: Tensor | None = None,
     learnable_sink: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Returns (dq, dk, dv), written if they are given; with learnable_sink, which lse counts, (dq, dk, dv, dsink)."""
     _refuse(
-        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
-    )  # fmt: skip
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+    )
     checks.tensor("lse", lse, dtypes=(torch.float32,))
     lse = unseen_as_plus_inf(lse)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     window, ranges = _window(causal, window_size_left, window_size_right, q, k.shape[1], *lengths)
     grads = tuple(torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
     flash_attn.backward(
-        dout, q, k, v, out, lse, *grads, softmax_scale, causal, window, dlse=dlse,
-        given=(None, None, ranges, 0, seqused_q, seqused_k, False, False), cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softcap=softcap,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *grads,
+        softmax_scale,
+        causal,
+        window,
+        dlse=dlse,
+        given=FeatureArguments(key_ranges=ranges, seqused_q=seqused_q, seqused_k=seqused_k),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softcap=softcap,
         deterministic=deterministic,
-    )  # fmt: skip
+    )
     if learnable_sink is None:
         return grads
     # dsink[h] = - sum over rows of exp(sink[h] - lse) (<dout, out> - dlse)
@@ -249,12 +423,25 @@ def _validate_head_dims(head_dim: int, head_dim_v: int, compute_capability: int,
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Returns (out, lse); lse is +inf where a row sees neither a key nor a sink."""
     checks.tensor("q", q)
     checks.tensor("k", k)
@@ -270,21 +457,42 @@ def _attention(
     scores = softmax_scale, causal, window
     if page_table is not None and cu_seqlens_q is None:
         if seqused_q is not None:
-            raise NotImplementedError("seqused_q must be None where dense queries meet pages, found a tensor")
+            raise NotImplementedError("seqused_q must be None with dense queries and pages, found a tensor")
         out, lse, _ = flash_attn.decode(
-            q, k, v, *scores, seqused_k, None, None, None, None,
-            (learnable_sink, None, ranges, 0, None, None, False, False),
-            block_table=page_table, softcap=softcap, num_splits=num_splits,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            *scores,
+            seqused_k,
+            None,
+            None,
+            None,
+            None,
+            FeatureArguments(learnable_sink, key_ranges=ranges),
+            block_table=page_table,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
         return out, lse
     if page_table is not None:  # lengths are differences there
         used = page_table.new_full((len(page_table),), seqlen_k) if seqused_k is None else seqused_k
         cu_seqlens_k, seqused_k = F.pad(used.cumsum(0, dtype=torch.int32), (1, 0)), None
+    features = FeatureArguments(learnable_sink, key_ranges=ranges, seqused_q=seqused_q, seqused_k=seqused_k)
     out, lse, *_ = flash_attn.forward(
-        q, k, v, *scores, False, (learnable_sink, None, ranges, 0, seqused_q, seqused_k, False, False),
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        block_table=page_table, softcap=softcap, deterministic=deterministic,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        *scores,
+        False,
+        features,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        block_table=page_table,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
     return out, lse
 
 

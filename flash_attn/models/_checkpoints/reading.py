@@ -3,7 +3,7 @@
 import contextlib
 import pathlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -18,6 +18,26 @@ def listed(what: str, names: Sequence[str]) -> str:
         return ""
     more = f"\n    and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"\n  {what}:" + "".join(f"\n    {name}" for name in names[:_LISTED]) + more
+
+
+def wrong_tensors(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], made_of: Callable[[str], str] = lambda name: ""
+) -> list[str]:
+    """Lines of an error: the tensors of a wrong shape, then those that are not of floating-point numbers.
+
+    made_of: name -> what is told about the tensors that it is made of, after a wrong shape.
+    """
+    both = [(name, tensor, expected[name]) for name, tensor in found.items() if name in expected]
+    shapes = [
+        f"{name}: expected {tuple(ours.shape)}, found {tuple(tensor.shape)}{made_of(name)}"
+        for name, tensor, ours in both
+        if tensor.shape != ours.shape
+    ]
+    return shapes + [
+        f"{name}: expected a floating-point dtype, found {tensor.dtype}"
+        for name, tensor, _ in both
+        if not tensor.is_floating_point()
+    ]
 
 
 def pieces(files: Sequence[pathlib.Path], progress: bool) -> Iterator[dict[str, Tensor]]:

@@ -58,7 +58,7 @@ def the_dtype(
     if torch_dtype is not None:
         if dtype is not None:
             raise ValueError(f"torch_dtype must not be given together with dtype, found {torch_dtype} and {dtype}")
-        warnings.warn("torch_dtype is taken for dtype, its present name: use it", FutureWarning, stacklevel=stacklevel)
+        warnings.warn("torch_dtype is the older name of dtype: use dtype", FutureWarning, stacklevel=stacklevel)
         dtype = torch_dtype
     if isinstance(dtype, str) and dtype == "auto":
         dtype = of_checkpoint()

@@ -12,7 +12,7 @@ The loops follow FlashAttention (Dao et al., 2022; Dao, 2023): each block of que
 online softmax, and the backward recomputes P from lse. So memory grows with the sequence, not with its square. The
 query heads that share a key head are folded into the rows: q is (key heads, query heads per key head * rows, head_dim)
 and every product is one batched matmul over the key heads. Parts without modified scores, with a causal mask or none,
-are left to torch's operator on the CPU (fused.py).
+are left to torch's operator on the CPU (torch_cpu_operator.py).
 """
 
 import math
@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn._errors import ArgumentError
+from flash_attn._reference.rotary import rotary
 
-from . import fused, sequence
-from .groups import Group, groups
+from . import batch_layout, torch_cpu_operator
+from .head_groups import Group, groups
 from .options import CacheOptions, Features, Options
-from .rotary import rotary
-from .scores import Scores
+from .score_modifiers import Scores
 
 _NO_FEATURES = Features()
 
@@ -44,7 +44,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tens
     Returns out, like q with the head_dim of v, and softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q),
     natural logarithm, +inf for rows that see no key.
     """
-    sequence.require_matching_shapes(q, k, v)
+    batch_layout.require_matching_shapes(q, k, v)
     return _attend(q, k, v, _parts(q, k, options), options)[:2]
 
 
@@ -57,7 +57,7 @@ def fwd_features(
     row that sees no key; and lse_lo, what rounding has taken off softmax_lse. The last two are shaped like softmax_lse,
     but row_max is empty if it is not wanted, and lse_lo without a bias.
     """
-    sequence.require_matching_shapes(q, k, v)
+    batch_layout.require_matching_shapes(q, k, v)
     return _attend(q, k, v, _parts(q, k, options, features), options, features)
 
 
@@ -100,10 +100,10 @@ def weights(
     return p
 
 
-def _parts(q: Tensor, k: Tensor, options: Options, features: Features = _NO_FEATURES) -> list[sequence.Part]:
+def _parts(q: Tensor, k: Tensor, options: Options, features: Features = _NO_FEATURES) -> list[batch_layout.Part]:
     """Check the options and return the batch as parts."""
     options.check()
-    return sequence.parts(
+    return batch_layout.parts(
         q,
         k,
         options.cu_seqlens_q,
@@ -116,9 +116,18 @@ def _parts(q: Tensor, k: Tensor, options: Options, features: Features = _NO_FEAT
 
 
 def bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor, options: Options,
-) -> Tensor:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    options: Options,
+) -> Tensor:
     """Write the gradients of `fwd` into every element of dq, dk and dv. Keys in pages have no gradient.
 
     dout, out: like out of `fwd`. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no
@@ -134,15 +143,24 @@ def bwd(
     Returns delta in fp32, (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the
     rows of entry b start at cu_seqlens_q[b] + 128 b. The rows between entries are zero.
     """
-    sequence.require_matching_shapes(q, k, v)
+    batch_layout.require_matching_shapes(q, k, v)
     delta, parts = _differentiate(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options)
     return _spread(delta, parts, packed=options.cu_seqlens_q is not None)
 
 
 def bwd_features(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
-    lse_lo: Tensor | None, options: Options, features: Features, wants_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    lse_lo: Tensor | None,
+    options: Options,
+    features: Features,
+    wants_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `fwd_features`: (dq, dk, dv, dsink, dbias). The last two are empty if there is none.
 
     lse_lo: as `fwd_features` returns it; None: softmax_lse counts as exact.
@@ -150,7 +168,7 @@ def bwd_features(
     dsink_h = - sum over the rows of head h of exp(sink_h - lse_i) delta_i
     dbias   = dS before the factor of softcap, summed in fp32 along the dimensions that were broadcast
     """
-    sequence.require_matching_shapes(q, k, v)
+    batch_layout.require_matching_shapes(q, k, v)
     dq, dk, dv = [torch.empty_like(x) for x in (q, k, v)]
     dsink, dbias, bias, sink = q.new_empty(0), q.new_empty(0), features.attn_bias, features.learnable_sink
     total = None
@@ -170,10 +188,21 @@ def bwd_features(
 
 
 def _differentiate(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor, options: Options, features: Features = _NO_FEATURES,
-    dbias: Tensor | None = None, lse_lo: Tensor | None = None,
-) -> tuple[Tensor, list[sequence.Part]]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    options: Options,
+    features: Features = _NO_FEATURES,
+    dbias: Tensor | None = None,
+    lse_lo: Tensor | None = None,
+) -> tuple[Tensor, list[batch_layout.Part]]:
     """Write dq, dk and dv, and add to dbias. Returns delta, shaped like softmax_lse, and the parts."""
     if options.block_table is not None:
         raise ArgumentError("block_table must be None in the backward, found a tensor: keys in pages have no gradient")
@@ -186,7 +215,7 @@ def _differentiate(
     gradients = [_batched(x) for x in (dq, dk, dv)]
     tensors: Any = *inputs, *row_values, *gradients
     plain = features.none_but_sink()  # then torch's operator may serve: lse already counts the sink
-    others = [part for part in parts if not (plain and fused.backward(part, options, *tensors))]
+    others = [part for part in parts if not (plain and torch_cpu_operator.backward(part, options, *tensors))]
     for group in groups(inputs[0], inputs[1], others, without_keys=features.learnable_sink is not None):
         _backward(group, options, features, dbias, None if lse_lo is None else _per_row(lse_lo), *tensors)
     return delta, parts
@@ -211,7 +240,7 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
 
     Returns out, like q with the head_dim of v_cache, and softmax_lse (batch, heads, seqlen_q) in fp32.
     """
-    sequence.require_matching_shapes(q, k_cache, v_cache)
+    batch_layout.require_matching_shapes(q, k_cache, v_cache)
     return fwd_kvcache_features(q, k_cache, v_cache, options, _NO_FEATURES)[:2]
 
 
@@ -225,12 +254,12 @@ def fwd_kvcache_features(
     batch, block_table, cache_batch_idx = q.shape[0], options.block_table, options.cache_batch_idx
     k, v = options.k, options.v
     new = 0 if k is None else k.shape[1]
-    sequence.require_matching_shapes(q, k_cache, v_cache)
+    batch_layout.require_matching_shapes(q, k_cache, v_cache)
     lengths = _check_cache(options, batch, new, k_cache)
     used = [length + new if length >= 0 else 0 for length in lengths]
     leftpad = [0] * batch if options.cache_leftpad is None else options.cache_leftpad.tolist()
     leftpad = [pad if length >= 0 else 0 for pad, length in zip(leftpad, lengths, strict=True)]
-    parts = sequence.parts(q, k_cache, None, None, used, leftpad, block_table, cache_batch_idx)
+    parts = batch_layout.parts(q, k_cache, None, None, used, leftpad, block_table, cache_batch_idx)
     if k is not None and v is not None:
         filled = torch.tensor(lengths, dtype=torch.int64, device=q.device)
         start = filled.clamp(min=0)
@@ -268,9 +297,9 @@ def _check_cache(options: CacheOptions, batch: int, new: int, k_cache: Tensor) -
                 f"cache_seqlens must be at most {capacity - new}, since {room}, found {length} for entry {entry}"
             )
         if rows is not None:
-            sequence.require_range("cache_batch_idx", entry, rows[entry], 0, k_cache.shape[0] - 1)
+            batch_layout.require_range("cache_batch_idx", entry, rows[entry], 0, k_cache.shape[0] - 1)
         if leftpad is not None:
-            sequence.require_range("cache_leftpad", entry, leftpad[entry], 0, length)
+            batch_layout.require_range("cache_leftpad", entry, leftpad[entry], 0, length)
     return lengths
 
 
@@ -288,9 +317,14 @@ def _rotate_queries(
 
 
 def _append_(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, filled: Tensor,
-    cache_batch_idx: Tensor | None, block_table: Tensor | None,
-) -> None:  # fmt: skip
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    filled: Tensor,
+    cache_batch_idx: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
     """Write k and v at positions filled .. filled + seqlen_new - 1 of each entry; none where `filled` is negative."""
     entries = (filled >= 0).nonzero()[:, 0]
     positions = filled[entries, None] + torch.arange(k.shape[1], device=filled.device)
@@ -304,7 +338,7 @@ def _append_(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options: Options, features: Features = _NO_FEATURES
+    q: Tensor, k: Tensor, v: Tensor, parts: list[batch_layout.Part], options: Options, features: Features = _NO_FEATURES
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns out, softmax_lse, row_max and lse_lo. A row in no part gets 0, +inf, -inf and 0."""
     sink, plain = features.learnable_sink, features.none_but_sink()
@@ -317,7 +351,7 @@ def _attend(
     tensors: Any = (*(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse))
     others = []
     for part in parts:
-        if not (plain and fused.forward(part, options, *tensors)):
+        if not (plain and torch_cpu_operator.forward(part, options, *tensors)):
             others.append(part)
         elif sink is not None:
             _add_sink_(sink, part, *tensors[3:])
@@ -328,9 +362,17 @@ def _attend(
 
 
 def _forward(
-    group: Group, options: Options, features: Features, row_max: Tensor | None, lse_lo: Tensor | None, q: Tensor,
-    k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-) -> None:  # fmt: skip
+    group: Group,
+    options: Options,
+    features: Features,
+    row_max: Tensor | None,
+    lse_lo: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+) -> None:
     scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
     sinks = None if features.learnable_sink is None else group.per_head(features.learnable_sink.to(dtype))
@@ -378,7 +420,7 @@ def _add_sinks_(o: Tensor, top: Tensor, total: Tensor, sinks: Tensor) -> tuple[T
     return above, (total * shrink).add_((sinks - shift).exp_())
 
 
-def _add_sink_(sink: Tensor, part: sequence.Part, out: Tensor, softmax_lse: Tensor) -> None:
+def _add_sink_(sink: Tensor, part: batch_layout.Part, out: Tensor, softmax_lse: Tensor) -> None:
     """Add the sink to results of a part, (batch, seqlen_q, heads, head_dim or 1)."""
     lse, share = _with_sink(part.rows(softmax_lse), sink.to(softmax_lse.dtype)[:, None])
     part.rows(softmax_lse).copy_(lse)
@@ -396,10 +438,23 @@ def _with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    group: Group, options: Options, features: Features, dbias: Tensor | None, lse_lo: Tensor | None, q: Tensor,
-    k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor, dlse: Tensor | None, delta: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor,
-) -> None:  # fmt: skip
+    group: Group,
+    options: Options,
+    features: Features,
+    dbias: Tensor | None,
+    lse_lo: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
@@ -448,7 +503,7 @@ def block_size_n(head_dim: int, is_dropout: bool) -> int:
     return 32 if 96 < head_dim <= 128 and is_dropout else 64
 
 
-def _softmax_dropped(q: Tensor, k: Tensor, parts: list[sequence.Part], options: Options, s_dmask: Tensor) -> None:
+def _softmax_dropped(q: Tensor, k: Tensor, parts: list[batch_layout.Part], options: Options, s_dmask: Tensor) -> None:
     """Fill s_dmask, as far as it reaches, with exp(s(i, j) - m(i, j)), negative where dropout drops the element.
 
     Here m(i, j) is the largest score of row i in the key block of `block_size_n` columns that holds j and in all
@@ -480,7 +535,7 @@ def _relative_to_running_max(s: Tensor, width: int) -> Tensor:
     return blocks.sub_(top.masked_fill_(top == -math.inf, 0)).exp_().flatten(-2)[..., :cols]
 
 
-def _spread(delta: Tensor, parts: list[sequence.Part], packed: bool) -> Tensor:
+def _spread(delta: Tensor, parts: list[batch_layout.Part], packed: bool) -> Tensor:
     """Returns delta with the rows of each entry at the start of whole blocks of 128, as `bwd` returns it."""
     if not packed:
         return F.pad(delta, (0, -delta.shape[-1] % 128))

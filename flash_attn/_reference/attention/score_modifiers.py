@@ -7,7 +7,7 @@ import torch
 
 from .bias import Bias
 from .dropout import keep_mask
-from .groups import Group
+from .head_groups import Group
 from .mask import Mask, mask_of
 from .options import Features, Options
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import sequence
+from . import batch_layout
 from .bias import Bias
 from .dropout import keep_mask
-from .groups import Group
+from .head_groups import Group
 from .mask import Mask, mask_of
 from .options import Features, Options
 
@@ -21,12 +21,18 @@ from .options import Features, Options
 def attention(
     q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what `fwd_features` in flash_attn.py does, with row_max and lse_lo, which have no derivative."""
+    """Returns what `fwd_features` in blockwise.py does, with row_max and lse_lo, which have no derivative."""
     options.check()
-    parts = sequence.parts(
-        q, k, options.cu_seqlens_q, options.cu_seqlens_k, options.seqused_k, options.leftpad_k, options.block_table,
+    parts = batch_layout.parts(
+        q,
+        k,
+        options.cu_seqlens_q,
+        options.cu_seqlens_k,
+        options.seqused_k,
+        options.leftpad_k,
+        options.block_table,
         seqused_q=features.seqused_q,
-    )  # fmt: skip
+    )
     packed = q.dim() == 3
     paged = options.block_table is not None
     rows = q[None] if packed else q
@@ -48,7 +54,7 @@ def attention(
     return (out[0], lse[0], top[0], lo[0]) if packed else (out, lse, top, lo)
 
 
-def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple:
+def _part(part: batch_layout.Part, q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple:
     """Returns out (entries, seqlen_q, heads, any), lse, row_max and lse_lo (entries, heads, seqlen_q) of one part."""
     batch, heads, heads_k = q.shape[0], q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -66,7 +66,9 @@ def require_matching_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     """Raise unless k has q's head_dim, and v the shape of k, up to its own head_dim."""
     if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ArgumentError(f"k must have q's head_dim, and v k's other sizes, found shapes {shapes} of q, k and v")
+        raise ArgumentError(
+            f"k must have the head_dim of q, and v the other sizes of k, found shapes {shapes} of q, k and v"
+        )
 
 
 def parts(

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flash_attn import _torch_private
 
+from .batch_layout import Part
 from .dropout import keep_threshold
 from .mask import Mask
 from .options import Options
-from .sequence import Part
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _THREAD_KEYS = 2**20  # elements of k that the forward loads at a time, for each thread: 4 MiB stay in the cache
@@ -39,7 +39,7 @@ def computes(part: Part, options: Options, q: Tensor) -> bool:
 def forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
     """Write the part's rows of out and softmax_lse, (batch, seqlen_q, heads, head_dim or 1).
 
-    Returns whether it did: if not, some rows may have been written, and all are to be computed in another way.
+    Returns whether it did. If not, some rows may have been written, and the caller computes all in another way.
     """
     if not computes(part, options, q):
         return False
@@ -65,9 +65,20 @@ def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out:
 
 
 def backward(
-    part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
-    dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-) -> bool:  # fmt: skip
+    part: Part,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> bool:
     """Write the part of dq, dk, dv and delta, the row sums of dout * out, (batch, seqlen_q, heads, 1).
 
     Returns whether it did. It writes nothing with a gradient of softmax_lse, which the operator does not take; nor if a

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from .groups import Group
+from .head_groups import Group
 from .options import Features
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn.models._checkpoints.key_map import TIED
+from flash_attn.models._checkpoints.tied_weights import check_tied
 from flash_attn.models._config import Settings, settings
-from flash_attn.models._keys import TIED
-from flash_attn.models._tied import check_tied
 from flash_attn.modules.mha._heads import can_be_divided, features_of_process, heads_of_process
 
 

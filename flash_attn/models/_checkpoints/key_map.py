@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn.models._checkpoints.tied_weights import check_tied
 from flash_attn.models._config import Settings, round_up, settings
-from flash_attn.models._tied import check_tied
 
 EMBEDDINGS = "transformer.embeddings.word_embeddings"
 POSITIONS = "transformer.embeddings.position_embeddings"
@@ -224,7 +224,7 @@ class KeyMap:
     def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """Make ours from `tensors`, and remove what was used. The rest stays there, under its usual names.
 
-        Of a tied embedding and head, either may be missing; ValueError if they differ.
+        If embedding and head are tied, either may be missing; ValueError if they differ.
         """
         s = settings(config)
         self.spell(tensors)

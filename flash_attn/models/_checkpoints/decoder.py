@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flash_attn.models._checkpoints.arguments import divided, dtype_of_config, of_hub, overridden, the_dtype
+from flash_attn.models._checkpoints.reading import listed, pieces, wrong_tensors
+from flash_attn.models._checkpoints.tensor_parallel import shard_state_dict_tp
+from flash_attn.models._checkpoints.writing import number_of_bytes, state_to_save, write_folder
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
-from flash_attn.models._loading import listed, pieces
-from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_dtype
-from flash_attn.models._saving import number_of_bytes, state_to_save, write_folder
-from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import (
     checkpoint_files,
     config_is_missing,
@@ -143,7 +143,7 @@ def _compare(model, family, theirs, world_size, rank, strict):
     theirs = dict(theirs)
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     ours = _converted(family, theirs, model.config, world_size, rank)
-    expected = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
+    expected = _parameters(model)
     prefix = _prefix(model)
     ours = {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)}
     missing = [name for name in expected if name not in ours]
@@ -151,32 +151,23 @@ def _compare(model, family, theirs, world_size, rank, strict):
     left_over = [name for name in theirs if name in of_missing]
     unknown = [*(name for name in ours if name not in expected), *(name for name in theirs if name not in of_missing)]
 
-    def made_with(name):
+    def made_of(name):
         sources = family.keys.sources(prefix + name, model.config)
         found = ", ".join(f"{source} {shapes[source]}" for source in sources if source in shapes)
         return f", made of {found}" if found else ""
 
-    wrong = [
-        f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}{made_with(name)}"
-        for name, tensor in ours.items()
-        if name in expected and expected[name] != tuple(tensor.shape)
-    ]
-    wrong += [
-        f"{name}: expected a floating-point dtype, found {tensor.dtype}"
-        for name, tensor in ours.items()
-        if name in expected and not tensor.is_floating_point()
-    ]
-    made_of = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
+    wrong = wrong_tensors(ours, expected, made_of)
+    absent = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
     if wrong or (strict and (missing or unknown)):
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
-            + listed("missing", made_of)
+            + listed("missing", absent)
             + listed("left over, because other parts of the same tensor are missing", left_over)
             + listed("not known", unknown)
             + listed("of a wrong shape or dtype", wrong)
         )
     if missing or unknown:
-        told = listed("these keep their first, random weights", made_of) + listed(
+        told = listed("these keep their first, random weights", absent) + listed(
             "these are left out", left_over + unknown
         )
         _log.warning("not all of the checkpoint and the model fit together:%s", told)
@@ -274,12 +265,12 @@ def save(model, folder, name, max_shard_size):
 
 # Fields without effect on the logits of a model in evaluation: how it computes, and how it is trained.
 _HOW = frozenset(
-    {
-        "use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dense_sqrelu_dense", "mlp_checkpoint_lvl",
-        "fused_dropout_add_ln", "residual_in_fp32", "pad_vocab_size_multiple", "sequence_parallel",
-        "gradient_checkpointing", "initializer_range", "resid_pdrop", "embd_pdrop", "attn_pdrop", "mlp_multiple_of",
-    }
-)  # fmt: skip
+    """
+        use_flash_attn fused_bias_fc fused_mlp fused_dense_sqrelu_dense mlp_checkpoint_lvl fused_dropout_add_ln
+        residual_in_fp32 pad_vocab_size_multiple sequence_parallel gradient_checkpointing initializer_range resid_pdrop
+        embd_pdrop attn_pdrop mlp_multiple_of
+    """.split()
+)
 
 
 def _check_described(config, family, source):
@@ -305,13 +296,34 @@ def _what(s):
 
 # Fields of ours that transformers' GPT-2 does not have, with the values that stand for its behaviour.
 _OF_GPT2 = dict(
-    mlp_fc1_bias=True, mlp_fc2_bias=True, prenorm=True, input_norms=True, output_norms=False, rms_norm=False,
-    norm_bias=True, parallel_block=False, qkv_proj_bias=True, out_proj_bias=True, qk_norm=False, attn_dwconv=False,
-    attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=None, rotary_emb_fraction=0.0,
-    use_alibi=False, mup_scale_qk_dot_by_d=False, mup_attn_multiplier=1.0, mup_embeddings_multiplier=1.0,
-    mup_residual_multiplier=1.0, mup_width_scale=1.0, mup_output_multiplier=1.0, word_embed_proj_dim=None,
-    lm_head_bias=False, norm_head=False, gated=False,
-)  # fmt: skip
+    mlp_fc1_bias=True,
+    mlp_fc2_bias=True,
+    prenorm=True,
+    input_norms=True,
+    output_norms=False,
+    rms_norm=False,
+    norm_bias=True,
+    parallel_block=False,
+    qkv_proj_bias=True,
+    out_proj_bias=True,
+    qk_norm=False,
+    attn_dwconv=False,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+    sliding_window=None,
+    rotary_emb_fraction=0.0,
+    use_alibi=False,
+    mup_scale_qk_dot_by_d=False,
+    mup_attn_multiplier=1.0,
+    mup_embeddings_multiplier=1.0,
+    mup_residual_multiplier=1.0,
+    mup_width_scale=1.0,
+    mup_output_multiplier=1.0,
+    word_embed_proj_dim=None,
+    lm_head_bias=False,
+    norm_head=False,
+    gated=False,
+)
 
 
 def _gpt2_fields(config):
@@ -322,10 +334,9 @@ def _gpt2_fields(config):
     for field, (value, found) in needed.items():
         if found != value:
             raise ValueError(f"config.{field} must be {value!r} to save in the format of GPT-2, found {found!r}")
-    names = (
-        "vocab_size", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "activation_function", "resid_pdrop",
-        "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "scale_attn_weights",
-        "scale_attn_by_inverse_layer_idx", "tie_word_embeddings",
-    )  # fmt: skip
+    names = """
+        vocab_size n_embd n_layer n_head n_positions n_inner activation_function resid_pdrop embd_pdrop attn_pdrop
+        layer_norm_epsilon initializer_range scale_attn_weights scale_attn_by_inverse_layer_idx tie_word_embeddings
+    """.split()
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")}
     return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | {n: getattr(s, n) for n in names} | ids

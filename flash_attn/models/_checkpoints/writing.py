@@ -22,8 +22,8 @@ def write_folder(
 ) -> None:
     """Write `documents`, by the names of their files, and `tensors`, in files of at most max_shard_size bytes.
 
-    Everything is written before any file of the folder is replaced, so that a full disk leaves what was there as it
-    was. Of the other files, only weights that would be taken for part of this model are removed.
+    Everything is written before any file of the folder is replaced, so that a full disk leaves the folder unchanged.
+    Other files stay, except weights that would be taken for part of this model.
     """
     folder = pathlib.Path(folder)
     if folder.exists() and not folder.is_dir():

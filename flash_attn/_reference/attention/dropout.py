@@ -13,14 +13,13 @@ column 16y + 8x + 2 (lane % 4) + z of the tile.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 
+from flash_attn._reference.philox import philox
+
 _TILE_ROWS, _TILE_COLS, _LANES = 16, 32, 32
 _ROUNDS = 7
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 
 
@@ -67,24 +66,3 @@ def _random_bytes(rng_state, batch_heads, row_tiles, col_tiles):
     batch_dims = range(drawn.dim() - 6)
     order = [drawn.dim() - 6 + i for i in (4, 0, 2, 3, 1, 5)]
     return drawn.permute(*batch_dims, *order).reshape(*drawn.shape[:-6], _TILE_ROWS, _TILE_COLS)
-
-
-def philox(
-    counter: Sequence[torch.Tensor], key: Sequence[int], rounds: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox-4x32: four random 32-bit words for each counter.
-
-    counter: four int64 tensors, broadcastable, that hold 32-bit words. key: two ints. Returns four int64 tensors.
-    """
-    c0, c1, c2, c3 = counter
-    for i in range(rounds):
-        k0, k1 = ((k + i * w) & _WORD for k, w in zip(key, _WEYL, strict=True))
-        # An int64 product wraps modulo 2^64, so it has the same bits as the unsigned product.
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (product1 >> 32 & _WORD) ^ c1 ^ k0,
-            product1 & _WORD,
-            (product0 >> 32 & _WORD) ^ c3 ^ k1,
-            product0 & _WORD,
-        )
-    return c0, c1, c2, c3

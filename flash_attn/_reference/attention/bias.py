@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flash_attn._errors import ArgumentError
 
-from .groups import Group
+from .head_groups import Group
 
 
 class Bias:
