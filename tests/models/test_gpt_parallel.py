@@ -78,6 +78,7 @@ def device_of(group):
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
+@functools.cache
 def whole_of(group, name):
     torch.manual_seed(0)
     layers = 2 if dist.get_backend(group) == "nccl" or name in OF_TWO_LAYERS else 1  # a CPU takes seconds for each
@@ -88,18 +89,15 @@ def whole_of(group, name):
     return whole
 
 
-def divided_of(group, whole, sequence_parallel=False):
-    """This process's part of a model, with the same weights."""
+@functools.cache
+def pair_of(group, name, sequence_parallel=False):
+    """A model and this process's part of it, with the same weights. All checks have the same ones."""
+    whole = whole_of(group, name)
     config = copy.deepcopy(whole.config)
     config.sequence_parallel = sequence_parallel
     divided = GPTLMHeadModel(config, process_group=group, device=device_of(group))
     divided.load_state_dict(part(whole.state_dict(), config, group))
-    return divided
-
-
-def pair_of(group, name, sequence_parallel=False):
-    whole = whole_of(group, name)
-    return whole, divided_of(group, whole, sequence_parallel)
+    return whole, divided
 
 
 def part(state_dict, config, group):
@@ -131,7 +129,7 @@ def check_training(group, names):
         expected.backward()
         gradients = part(gradients_of(whole), whole.config, group)
         for sequence_parallel in (False, True):
-            divided = divided_of(group, whole, sequence_parallel)
+            _, divided = pair_of(group, name, sequence_parallel)
             assert_close(divided(ids).logits, own.flatten(0, 1) if sequence_parallel else own)
             found = divided(ids, labels=labels).loss
             assert_close(found, expected)
@@ -269,6 +267,8 @@ def check_all(group, names, path):
     check_ties(group)
     check_checkpoints(group, path)
     check_errors(group)
+    pair_of.cache_clear()
+    whole_of.cache_clear()
 
 
 @pytest.mark.parametrize(
