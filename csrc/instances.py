@@ -72,6 +72,16 @@ UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
         FEATURES.items(),
     )
 }
+SERVING = {  # in tiles of 128 rows, and of 64 where there are few
+    f"flash_attn_serving_sm90_{dtype}_{dims.replace(', ', '_')}_{name}{'_few' * few}": _flash_attn(
+        "fwd_sm90",
+        f"run_fwd_serving<{TYPES[dtype]}, {dims.split(', ')[0]}, {features}, {str(few).lower()}, {dims.split(', ')[-1]}>",
+        "ServingParams",
+    )
+    for dtype, (name, features), dims, few in itertools.product(
+        TYPES, PORTABLE_FEATURES.items(), (*map(str, HEAD_DIMS), "192, 128"), (False, True)
+    )
+}
 DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(
         "dmask_sm80", f"run_dmask<{TYPES[dtype]}, {head_dim}, {width}>", "DmaskParams"
@@ -84,7 +94,7 @@ DBIAS = {
 }
 
 # Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = PORTABLE | HOPPER | UNEQUAL_HEAD_DIMS | DMASK | DBIAS
+INSTANCES: dict[str, str] = PORTABLE | HOPPER | UNEQUAL_HEAD_DIMS | SERVING | DMASK | DBIAS
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

@@ -55,6 +55,12 @@ auto fwd_instance(const FwdSm90Plan& plan) {
   return run_fwd_sm90<T, kHeadDim, kFeatures, false, kHeadDimV>;
 }
 
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
+auto fwd_instance(const ServingPlan& plan) {
+  if (plan.warpgroups == 1) return run_fwd_serving<T, kHeadDim, kFeatures, true, kHeadDimV>;
+  return run_fwd_serving<T, kHeadDim, kFeatures, false, kHeadDimV>;
+}
+
 template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   using Kernel = typename Plan::Kernel;

@@ -40,6 +40,11 @@ struct SharedBarrier {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
   }
 
+  // Arrives for this thread as soon as all of its copies by cp.async that have been started so far have finished.
+  __device__ void arrive_when_copied() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&state)) : "memory");
+  }
+
   // Arrives, and makes the phase expect so many more bytes.
   __device__ void arrive_expect_tx(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state)),

@@ -107,7 +107,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
                        .has_sm90 = problem->has_sm90 != 0};
   return error_of([&] {
     const FwdChoice choice = plan_fwd(p, hints);
-    const auto& [out, softmax, counters] = choice.scratch;
+    const auto& [out, softmax, records, counters] = choice.scratch;
     const Tiling tiling = std::visit([](const auto& chosen) { return chosen.tiling; }, choice.plan);
     const auto* decoding = std::get_if<DecodePlan>(&choice.plan);
     const auto* on_sm80 = std::get_if<FwdSm80Plan>(&choice.plan);

@@ -55,7 +55,7 @@ void launch(const FwdParams& p, flash_attn::FwdChoice& choice, const Tensor& q) 
   auto& [plan, scratch] = choice;
   const cudaStream_t stream = current_stream(q);
   OptionalTensor partials;
-  const int64_t partial_size = scratch.out + scratch.softmax;
+  const int64_t partial_size = scratch.out + scratch.softmax + scratch.records;
   if (partial_size > 0) partials = new_tensor({partial_size}, aoti_torch_dtype_float32(), q);
   std::optional<Counters> counters;
   if (scratch.counters > 0) counters = zero_counters(scratch.counters, q, stream);

@@ -12,6 +12,7 @@ namespace flash::flash_attn {
 struct FwdSm80Kernel;  // fwd/kernels.h says what they can do
 struct DecodeKernel;
 struct FwdSm90Kernel;
+struct ServingKernel;
 
 // How the query rows of all entries and heads are cut into tiles. A row is a pair of a token and one of `packed_heads`
 // query heads that share a key head. Each group of packed heads has `slots` slots, each for at most one tile: in each
@@ -67,7 +68,38 @@ struct FwdSm90Plan {
   int* taken = nullptr;  // (1), how many tiles were taken besides the first of each block; found and left as 0
 };
 
-using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan>;
+// One thread block's results for a piece of a tile's keys, as merge_pieces finds them. A tile's pieces are counted from
+// its first keys on.
+struct PieceRecord {
+  int entry, head, key_head, row0;  // the tile's, as in WorkTile
+  int index, count;                 // of the piece, and of the pieces of the tile
+  int first_slot;                   // of piece 0
+  int second_slot, stride;          // of piece i > 0: second_slot + (i - 1) * stride
+};
+
+// The pieces of tiles leave their partial results in slots of the scratch; merge_pieces adds them up.
+struct PieceSlots {
+  int count = 0;
+  float* out = nullptr;            // (count, rows of a tile, channels of the instance), sums of exp(s) v
+  float* softmax = nullptr;        // (count, rows of a tile, 2), maxima in units of log 2, and sums of exponentials
+  PieceRecord* records = nullptr;  // (count)
+  int* used = nullptr;             // (count), 1 where there is a piece; found and left as zeros
+};
+
+// A plan of fwd_sm90 for inference: keys gathered from pages, packed heads, and pieces of keys. Which piece of which
+// tile comes next is read from the lengths, on the device (fwd_serving/work_list.cuh).
+struct ServingPlan {
+  using Kernel = ServingKernel;
+  Tiling tiling;
+  int warpgroups = 2;  // consumers, of 64 rows each
+  bool even = false;   // each thread block takes an equal share of all n_blocks; else it takes pieces from a counter
+  int num_splits = 0;  // pieces of a tile, if not `even`; 0: as many as occupy the GPU
+  int blocks = 0;      // of the grid
+  PieceSlots slots;
+  int* taken = nullptr;  // (1), as in FwdSm90Plan
+};
+
+using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan>;
 
 // The parameters of a kernel: the problem and the plan of this kernel.
 template <typename Plan>
@@ -77,5 +109,6 @@ struct Planned : FwdParams {
 using FwdSm80Params = Planned<FwdSm80Plan>;
 using DecodeParams = Planned<DecodePlan>;
 using FwdSm90Params = Planned<FwdSm90Plan>;
+using ServingParams = Planned<ServingPlan>;
 
 }  // namespace flash::flash_attn

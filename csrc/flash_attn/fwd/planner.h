@@ -32,6 +32,7 @@ struct FwdHints {
 struct FwdScratch {
   int64_t out = 0;       // of KeySplits::out
   int64_t softmax = 0;   // of KeySplits::softmax
+  int64_t records = 0;   // of PieceSlots::records, in elements of 4 bytes
   int64_t counters = 0;  // zeros
 };
 
@@ -44,13 +45,14 @@ struct FwdChoice {
 // Tiles of rows
 
 // How many query heads are packed into the rows of a tile: all that share a key head if that takes fewer tiles, else 1.
+// or_as_many: also if it takes as many, which pays where some entries have fewer rows than the longest.
 // Never where tokens times heads exceed the 32 bits in which kernels count the rows of an entry; with dropout, whose
 // random bits are drawn for 16 rows of one head; or if heads have key ranges of their own.
-inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
+inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows, bool or_as_many = false) {
   const int group = p.heads / p.heads_k;
   const bool fits = int64_t{p.seqlen_q} * group <= std::numeric_limits<int>::max() - tile_rows;
   const int64_t apart = group * ceil_div(longest_q, tile_rows), together = ceil_div(longest_q * group, tile_rows);
-  return fits && p.rng_state == nullptr && p.ranges.heads == 0 && together < apart ? group : 1;
+  return fits && p.rng_state == nullptr && p.ranges.heads == 0 && together < apart + or_as_many ? group : 1;
 }
 
 // How many slots for tiles (Tiling) a group of packed heads has in a dense entry, or in all packed entries together:
@@ -96,10 +98,18 @@ inline FwdScratch scratch_of(const Tiling& tiling, const KeySplits& splits, int 
   return {.out = rows * head_dim, .softmax = 2 * lanes * rows, .counters = num_tiles(tiling)};
 }
 
-// Points a plan to its scratch: `partials` has scratch.out + scratch.softmax elements; `counters` are zeros.
+// Points a plan to its scratch: `partials` has scratch.out + scratch.softmax + scratch.records elements; `counters` are
+// zeros.
 inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partials, int* counters) {
   if (auto* on_sm90 = std::get_if<FwdSm90Plan>(&plan)) {
     on_sm90->taken = counters;
+    return;
+  }
+  if (auto* serving = std::get_if<ServingPlan>(&plan)) {
+    PieceSlots& slots = serving->slots;
+    slots.out = partials, slots.softmax = partials + scratch.out;
+    slots.records = reinterpret_cast<PieceRecord*>(partials + scratch.out + scratch.softmax);
+    serving->taken = counters, slots.used = counters + 1;
     return;
   }
   auto* decoding = std::get_if<DecodePlan>(&plan);
@@ -249,6 +259,49 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Serving: pages, few rows over many keys, mixed batches
+
+// Whether a serving instance takes a problem. Those find pages, pack heads and cut keys into pieces, which fwd_sm90 for
+// dense tensors does not.
+inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
+  constexpr int kManyKeys = 512;
+  const Problem& problem = p.problem;
+  if (!hints.has_sm90 || !ServingKernel::takes(p) || problem.capacity_k == 0) return false;
+  if (has_pages(p)) return true;
+  const bool packs = heads_to_pack(problem, hints.longest_q, 128) > 1;
+  return hints.longest_k >= kManyKeys && (!suits_sm90(p, hints) || (packs && hints.longest_k >= 4 * hints.longest_q));
+}
+
+// The scratch is bounded by the number of thread blocks, whatever the lengths: choose_piece in work_list.cuh makes at
+// most 4 n_blocks / pieces of them .. hence at most 4 * 5 / 3 slots for each block, and equal shares two.
+inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
+  constexpr int64_t kMostSlots = 1 << 14;
+  const Problem& problem = p.problem;
+  const int head_dim_v = ServingKernel::head_dims(problem).of_values, group = problem.heads / problem.heads_k;
+  const bool few_rows = heads_to_pack(problem, hints.longest_q, 64, true) * hints.longest_q <= 64;
+  const int tile_rows = few_rows ? 64 : 128;
+  const int packed_heads = heads_to_pack(problem, hints.longest_q, tile_rows, /*or_as_many=*/true);
+  const Tiling tiling = tiling_for(problem, packed_heads, tile_rows);
+  const bool one_m_block = hints.longest_q * packed_heads <= tile_rows && packed_heads == group;
+  const int blocks = std::max(1, hints.multiprocessors);
+  ServingPlan plan{.tiling = tiling,
+                   .warpgroups = tile_rows / 64,
+                   .even = hints.num_splits == 0 && one_m_block,
+                   .num_splits = hints.num_splits,
+                   .blocks = blocks};
+  int64_t slots = plan.even ? 2 * blocks : 7 * blocks;
+  if (hints.num_splits > 0) {
+    const int64_t tiles = std::max(1, num_tiles(tiling));
+    plan.num_splits = static_cast<int>(std::clamp<int64_t>(kMostSlots / tiles, 1, hints.num_splits));
+    slots = plan.num_splits == 1 ? 0 : tiles * plan.num_splits;
+  }
+  plan.slots.count = static_cast<int>(slots);
+  const int64_t rows = slots * tile_rows, record_words = sizeof(PieceRecord) / sizeof(int);
+  return {plan,
+          {.out = rows * head_dim_v, .softmax = 2 * rows, .records = slots * record_words, .counters = 1 + slots}};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Every GPU
 
 // The smallest number of splits that fills the last wave of thread blocks nearly as well (85 %) as the best number
@@ -280,9 +333,10 @@ inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
   return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, lanes_of_row)};
 }
 
-// Chooses the kernel. fwd_sm80 packs heads, finds pages and splits keys: it takes all that the others do not.
+// Chooses the kernel. fwd_sm80 takes all that the others do not.
 inline FwdChoice plan_fwd(const FwdParams& p, const FwdHints& hints) {
   if (suits_decoding(p.problem, hints)) return plan_decode(p, hints);
+  if (suits_serving(p, hints)) return plan_serving(p, hints);
   if (suits_sm90(p, hints)) return plan_fwd_sm90(p, hints);
   return plan_fwd_sm80(p, hints);
 }

@@ -69,10 +69,10 @@ struct TileRows {
   int row0;
   int count;  // how many of the tile's rows exist
 
-  __device__ TileRows(const Tiling& tiling, const Sequence& seq, const WorkTile& tile, int tile_rows)
+  __device__ TileRows(const Tiling& tiling, const Span& q, const WorkTile& tile, int tile_rows)
       : packed_heads(tiling.packed_heads),
         row0(tile.row0),
-        count(min(tile_rows, seq.q.length * static_cast<int>(packed_heads.value) - tile.row0)) {}
+        count(min(tile_rows, q.length * static_cast<int>(packed_heads.value) - tile.row0)) {}
 
   __device__ int token(int row) const { return packed_heads.divide(row0 + row); }
   __device__ int head(int row) const { return packed_heads.remainder(row0 + row, token(row)); }
@@ -104,7 +104,7 @@ struct Work {
   __device__ Work(const FwdParams& p, const Tiling& tiling, const WorkTile& own_tile)
       : tile(own_tile),
         seq(p.problem, tile.entry, p.pages.block_table != nullptr),
-        rows(tiling, seq, tile, kRows),
+        rows(tiling, seq.q, tile, kRows),
         mask(mask_of<kRanged>(p.problem, seq, tile, rows)),
         seen(mask.keys_seen_by_any(rows.tokens())),
         n_blocks(blocks_of(seen, kKeys)),

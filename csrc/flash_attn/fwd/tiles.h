@@ -64,6 +64,20 @@ constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, 
   return {2, wide ? 80 : 64, 2, 1, false};  // also for 512 channels, of which a thread block has half
 }
 
+// The tiles of serving instances of fwd_sm90, with one or two warpgroups. The keys of a tile do not depend on how many.
+constexpr FwdSm90Tile serving_tile(int head_dim, Features features, int warpgroups, int head_dim_v) {
+  const bool plain = has_plain_scores(features);
+  if (head_dim <= 64) return {warpgroups, 128, 4, 2, false};
+  if (head_dim <= 96) return {warpgroups, plain ? 128 : 96, 3, 1, false};
+#ifdef SERVE3
+  if (head_dim <= 128) return {warpgroups, plain ? 128 : 96, 3, 1, false};
+#endif
+  if (head_dim <= 128) return {warpgroups, plain ? 128 : 96, warpgroups == 1 ? 3 : 2, warpgroups == 1 ? 1 : 2, false};
+  if (head_dim <= 192 && head_dim_v < head_dim) return {warpgroups, plain ? 128 : 96, 2, 1, false};
+  if (head_dim <= 192) return {warpgroups, 96, 2, 1, false};
+  return {warpgroups, 64, 2, 1, false};
+}
+
 // decode_sm80: the rows that share a key head fit the 16 rows of an mma, and the warps of a thread block divide the
 // keys among themselves, in chunks.
 constexpr int kDecodeRows = 16;

@@ -7,6 +7,7 @@
 
 #include "flash_attn/fwd/schedule.cuh"
 #include "flash_attn/fwd/steps.cuh"
+#include "flash_attn/fwd_serving/pieces.cuh"
 #include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/scores/bias_tile.cuh"
@@ -49,8 +50,11 @@ struct WarpgroupOrder {
   static constexpr int kFirstBarrier = 1;  // 0 is that of __syncthreads
   const int rank;                          // of the warpgroup
 
-  __device__ void wait() const { ptx::sync_barrier<2 * kWarpgroup>(kFirstBarrier + rank); }
+  __device__ void wait() const {
+    if constexpr (kConsumers > 1) ptx::sync_barrier<2 * kWarpgroup>(kFirstBarrier + rank);
+  }
   __device__ void pass_on() const {
+    if constexpr (kConsumers == 1) return;
     ptx::arrive_at_barrier<2 * kWarpgroup>(kFirstBarrier + (rank + 1 == kConsumers ? 0 : rank + 1));
   }
   // The last warpgroup calls it once, so that the first may start.
@@ -63,11 +67,11 @@ struct WarpgroupOrder {
 template <typename Config>
 struct Consumer {
   using T = typename Config::T;
-  using Work = FwdWork<Config>;
+  using Work = TileWork<Config>;
   struct None {};
   using TiledBias = std::conditional_t<Config::kBiased, PackedFragment<T, Config::kWarpRows, Config::kKeys>, None>;
-  const FwdSm90Launch& launch;
-  const FwdSm90Params& p;
+  const typename Config::Launch& launch;
+  const decltype(Config::Launch::params)& p;
   FwdSm90Shared<Config>& shared;
   const int rank;      // of the warpgroup
   const int warp_row;  // the warp's first row in the tile
@@ -82,7 +86,7 @@ struct Consumer {
   PackedFragment<T, Config::kWarpRows, Config::kKeys> probabilities;
   bool has_output;  // whether o has been written; if not, the next product overwrites it instead of adding
 
-  __device__ Consumer(const FwdSm90Launch& launch, FwdSm90Shared<Config>& shared, int rank)
+  __device__ Consumer(const typename Config::Launch& launch, FwdSm90Shared<Config>& shared, int rank)
       : launch(launch),
         p(launch.params),
         shared(shared),
@@ -92,6 +96,14 @@ struct Consumer {
         softmax(score_scale_log2<Config::kFeatures>(launch.params.problem)) {}
 
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
+  // Waits for a tile. What cp.async has written must be fenced before wgmma reads it.
+  template <int kStages>
+  __device__ static void wait_full(const Ring<kStages>& ring, const RingCursor<kStages>& at) {
+    ring.wait_full(at);
+#ifndef NOFENCE
+    if constexpr (Config::kServing) ptx::fence_async_shared();
+#endif
+  }
   template <int kStages>
   __device__ void release(Ring<kStages>& ring, RingCursor<kStages>& at) {
     if (leads()) ring.release(at);
@@ -139,8 +151,8 @@ struct Consumer {
   // holds, so that no branch surrounds the asynchronous product.
   __device__ void start_first_scores(Scores<Config>& s, const Work& work) {
     if (warp_uniform(work.tile.entry) >= 0) {
-      shared.q_rings[rank].wait_full(q_at);
-      shared.k_ring.wait_full(k_at);
+      wait_full(shared.q_rings[rank], q_at);
+      wait_full(shared.k_ring, k_at);
     }
     ptx::wgmma_fence();
     start_scores(s);
@@ -181,8 +193,8 @@ struct Consumer {
     softmax.update(s, shrink);
     drop<Config>(s, p, work.tile, warp_row, n_block);
     probabilities = pack<T>(s);
-    if (end < Config::kKeys) {
-      shared.v_ring.wait_full(v_at);
+    if (!Config::kServing && end < Config::kKeys) {
+      wait_full(shared.v_ring, v_at);
       clear_rows(shared.v[v_at.stage], end, Config::kKeys, own_barrier());
     }
   }
@@ -200,7 +212,7 @@ struct Consumer {
     order.wait();
     fence(o, probabilities);
     start_scores(s);
-    shared.v_ring.wait_full(v_at);
+    wait_full(shared.v_ring, v_at);
     fence(o, probabilities);
     start_output();
     order.pass_on();
@@ -224,7 +236,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < Config::kRowsUnderProduct; ++r) softmax.exponentiate(s, r);
     pin(s);
-    if (!is_last) shared.k_ring.wait_full(k_at);
+    if (!is_last) wait_full(shared.k_ring, k_at);
     wait_gemms<0>(o);
     release(shared.v_ring, v_at);
 #pragma unroll
@@ -237,9 +249,10 @@ struct Consumer {
   // Stores O row by row to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
   template <typename Pack>
   __device__ void store_rows_to(const TensorRef<>& x, const Work& work) {
-    auto rows = strided_rows<T>(x, work);
-    rows.data += Config::channel();
-    store_rows<T>(o, rows, warp_row, p.problem.head_dim_v - Config::channel(), Pack());
+    with_output_rows<Config>(p, x, work, [&](auto rows) {
+      rows.data += Config::channel();
+      store_rows<T>(o, rows, warp_row, p.problem.head_dim_v - Config::channel(), Pack());
+    });
   }
 
   // Stores O: by one TMA copy from shared memory or, if the tile ends within packed sequences, row by row, since a copy
@@ -273,7 +286,7 @@ struct Consumer {
     release_keys();
     if (Config::kQueryStages == 1 && last == first) release_queries();
     make_first_probabilities(s, bias, work, !n_blocks.unmasked.covers(last));
-    if (last > first) shared.k_ring.wait_full(k_at);
+    if (last > first) wait_full(shared.k_ring, k_at);
   }
 
   // Computes the other n_blocks of a tile, but for the product of the last probabilities with V.
@@ -292,9 +305,29 @@ struct Consumer {
 
   // Waits for the last block of V that the tile visits, and zeroes its values before the first key that some row sees.
   __device__ void await_last_values(const Work& work, const NBlocks& n_blocks) {
-    shared.v_ring.wait_full(v_at);
+    wait_full(shared.v_ring, v_at);
+    if constexpr (Config::kServing) return;  // its source has them as zeros
     const int unseen = work.seen.first - n_blocks.all.first * Config::kKeys;
     if (unseen > 0) clear_rows(shared.v[v_at.stage], 0, unseen, own_barrier());
+  }
+
+  __device__ static bool is_piece(const Work& work) {
+    if constexpr (Config::kServing) return warp_uniform(work.piece.count) > 1;
+    return false;
+  }
+  __device__ void store_piece_of(const Work& work) const {
+    if constexpr (Config::kServing) {
+      store_piece<Config::kRows>(p.plan.slots, work.piece.slot, warp_row, work.rows.count, o, softmax);
+    }
+  }
+
+  __device__ void store_results(const Work& work) {
+    normalize<Config>(o, p, softmax);
+    // Before store_out: while that rounds O, its registers become free.
+    if (!Config::kServing && p.out_lo.data != nullptr) store_rows_to<Residue<T>>(p.out_lo, work);
+    store_out(work);
+    // After store_out, or else the fence there would wait for these stores.
+    if (Config::cluster_rank() == 0) store_lse<Config>(p, work, warp_row, softmax);
   }
 
   // Starts the last P V of a tile and the first scores of the next, stores the results of the one, and goes on to the
@@ -312,15 +345,10 @@ struct Consumer {
     order.pass_on();
     n_blocks = n_blocks_of(*work);
     softmax.finish();
-    add_sinks<Config>(softmax, p, done, warp_row);
+    if (!is_piece(done)) add_sinks<Config>(softmax, p, done, warp_row);
     wait_gemms<1>(o);
     release(shared.v_ring, v_at);
-    normalize<Config>(o, p, softmax);
-    // Before store_out: while that rounds O, its registers become free.
-    if (p.out_lo.data != nullptr) store_rows_to<Residue<T>>(p.out_lo, done);
-    store_out(done);
-    // After store_out, or else the fence there would wait for these stores.
-    if (Config::cluster_rank() == 0) store_lse<Config>(p, done, warp_row, softmax);
+    is_piece(done) ? store_piece_of(done) : store_results(done);
     __syncwarp();
     if (lane_id() == 0) shared.work_ring.release(done_at);
     wait_gemms<0>(s);

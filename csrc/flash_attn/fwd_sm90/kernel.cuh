@@ -27,6 +27,7 @@
 
 #include "common/launch.h"
 #include "common/tensor_map.h"
+#include "flash_attn/fwd_serving/merge.cuh"
 #include "flash_attn/fwd_sm90/consumer.cuh"
 #include "flash_attn/fwd_sm90/producer.cuh"
 #include "flash_attn/fwd_sm90/shared.cuh"
@@ -38,25 +39,27 @@
 namespace flash::flash_attn {
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __grid_constant__ FwdSm90Launch args) {
+__global__ __launch_bounds__(Config::kThreads,
+                             1) void fwd_sm90_kernel(const __grid_constant__ typename Config::Launch args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<FwdSm90Shared<Config>>();
   if (threadIdx.x == 0) shared.init();
   Config::kClusterSize == 1 ? __syncthreads() : ptx::sync_cluster();
   const int rank = warpgroup_id();
   if (rank < Config::kConsumers) {
-    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    if constexpr (Config::kConsumers > 1) ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer<Config>(args, shared, rank).run();
   } else {
-    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (warp_id() < Config::kConsumerWarps + KeySource<Config>::kWarps) Producer<Config>(args, shared).run();
+    if constexpr (Config::kConsumers > 1) ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    if (warp_id() < Config::kConsumerWarps + Source<Config>::kWarps) Producer<Config>(args, shared).run();
   }
 #endif
 }
 
 template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV>
 void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
-  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide, kHeadDimV>;
+  using Config =
+      FwdSm90Config<T, kHeadDim, kFeatures, kWide ? FwdSm90Kind::kDenseWide : FwdSm90Kind::kDense, kHeadDimV>;
   using Shared = FwdSm90Shared<Config>;
   const Problem& problem = p.problem;
   const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
@@ -78,6 +81,16 @@ void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
                           .shared_bytes = sizeof(Shared),
                           .cluster = Config::kClusterSize};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHeadDimV>
+void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
+  constexpr auto kKind = kFewRows ? FwdSm90Kind::kServingFewRows : FwdSm90Kind::kServing;
+  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>;
+  const LaunchShape shape{
+      .grid = dim3(p.plan.blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(FwdSm90Shared<Config>)};
+  launch<fwd_sm90_kernel<Config>>(shape, ServingLaunch{p}, stream);
+  if (p.plan.slots.count > 0) merge_pieces<T, kHeadDimV>(p, stream);
 }
 
 }  // namespace flash::flash_attn

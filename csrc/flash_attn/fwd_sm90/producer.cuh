@@ -1,5 +1,5 @@
 // The producer of fwd_sm90: asks the scheduler for tiles and has their Q, K and V copied. All lanes find the work of a
-// tile; those that the key source wants (TmaKeys: lane 0) then wait for empty stages and start the copies.
+// tile; those that the source wants (TmaSource: lane 0) then wait for empty stages and start the copies.
 #pragma once
 
 #include <cmath>
@@ -7,9 +7,12 @@
 
 #include "flash_attn/fwd/schedule.cuh"
 #include "flash_attn/fwd/steps.cuh"
-#include "flash_attn/fwd_sm90/keys.cuh"
+#include "flash_attn/fwd_serving/gather_source.cuh"
+#include "flash_attn/fwd_serving/pieces.cuh"
+#include "flash_attn/fwd_serving/work_list.cuh"
 #include "flash_attn/fwd_sm90/scheduler.cuh"
 #include "flash_attn/fwd_sm90/shared.cuh"
+#include "flash_attn/fwd_sm90/tma_source.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/scores/softmax.cuh"
 #include "ptx/tma.cuh"
@@ -19,107 +22,116 @@
 namespace flash::flash_attn {
 
 template <typename Config>
-using TileScheduler =
-    std::conditional_t<Config::kClusterSize == 1, PersistentScheduler<Config>, SingleTileScheduler<Config>>;
+using TileScheduler = std::conditional_t<
+    Config::kServing, ListScheduler<Config>,
+    std::conditional_t<Config::kClusterSize == 1, PersistentScheduler<Config>, SingleTileScheduler<Config>>>;
 template <typename Config>
-using KeySource = TmaKeys<Config>;
+using Source = std::conditional_t<Config::kServing, GatherSource<Config>, TmaSource<Config>>;
+
+template <typename Config>
+TileScheduler<Config> __device__ scheduler_of(const typename Config::Launch& launch, FwdSm90Shared<Config>& shared) {
+  if constexpr (Config::kServing) {
+    return {launch.params, shared.list};
+  } else {
+    return TileScheduler<Config>(launch.params);
+  }
+}
 
 template <typename Config>
 struct Producer {
   using T = typename Config::T;
-  using Work = FwdWork<Config>;
+  using Work = TileWork<Config>;
   using Shared = FwdSm90Shared<Config>;
-  const FwdSm90Launch& launch;
-  const FwdSm90Params& p;
+  const decltype(Config::Launch::params)& p;
   Shared& shared;
   TileScheduler<Config> scheduler;
-  KeySource<Config> source;
-  RingCursor<Config::kQueryStages> q_at;
+  Source<Config> source;
   RingCursor<2> work_at;
-  struct {
-    typename KeySource<Config>::Keys keys;
-    int n_block;
-  } last_v{.n_block = -1};  // the V whose copy is still to be started, if n_block >= 0
+  typename Source<Config>::Block last_v;  // the V whose copy is still to be started, if there is one
+  bool has_last_v = false;
 
-  __device__ Producer(const FwdSm90Launch& launch, Shared& shared)
-      : launch(launch), p(launch.params), shared(shared), scheduler(launch.params), source(launch, shared) {}
+  __device__ Producer(const typename Config::Launch& launch, Shared& shared)
+      : p(launch.params), shared(shared), scheduler(scheduler_of<Config>(launch, shared)), source(launch, shared) {}
 
-  __device__ void load_q(const Work& work) {
-#pragma unroll 1
-    for (int rank = 0; rank < Config::kConsumers; ++rank) {
-      auto& ring = shared.q_rings[rank];
-      ring.wait_empty(q_at);
-      auto& arrived = ring.expect_tx(q_at, sizeof(typename Shared::OwnRows));
-      load_async(shared.q[q_at.stage][rank], launch.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
-                 work.tile.head, work.seq.q.batch, arrived, Config::channel());
+  
+
+  // Hands work to the consumers, or tells them that there is no more.
+  template <typename Write>
+  __device__ void publish(Write&& write) {
+    source.wait_empty(shared.work_ring, work_at);
+    if (source.publishes()) {
+      write(shared.work[work_at.stage]);
+      shared.work_ring.full[work_at.stage].arrive();
     }
-    q_at.advance();
-  }
-  __device__ void load_last_v() {
-    if (last_v.n_block >= 0) source.load_v(last_v.keys, last_v.n_block);
-    last_v.n_block = -1;
+    work_at.advance();
   }
 
   // Hands the work to the consumers and starts its copies in the order in which they are needed. A tile's last V is
   // needed after the first K of the next tile, so its copy is left to the next call. The next tile is taken just before
   // the last K, which then has to wait for an empty stage anyway.
   __device__ void load(const Work& work) {
-    shared.work_ring.wait_empty(work_at);
-    shared.work[work_at.stage] = work;
-    shared.work_ring.full[work_at.stage].arrive();
-    work_at.advance();
-
+    publish([&](Work& next) { next = work; });
     const auto [first, last] = work.n_blocks;
     const auto keys = source.keys_of(work);
+    auto next = source.block_of(keys, last);
 #pragma unroll 1
     for (int n_block = last; n_block >= first; --n_block) {
-      if (n_block == first) scheduler.take_next();
-      source.load_k(keys, n_block);
-      if (n_block == last) {
-        load_last_v();
-        load_q(work);
+      const auto block = next;
+      if (n_block > first) {
+        next = source.block_of(keys, n_block - 1);
       } else {
-        source.load_v(keys, n_block + 1);
+        scheduler.take_next();
       }
+      source.load_k(block);
+      if (has_last_v) source.load_v(last_v);
+      if (n_block == last) source.load_q(work);
+      last_v = block;
+      has_last_v = true;
     }
-    last_v = {keys, first};
   }
 
   // Writes zeros to the tile's rows of a tensor shaped like out.
   __device__ void store_zeros(const TensorRef<>& x, const Work& work) const {
     static_assert(Config::kChannels <= 8 * 32);
     const int col = Config::channel() + 8 * lane_id();
-    auto rows = strided_rows<T>(x, work);
-    for (int row = 0; row < work.rows.count; ++row, rows.move(1)) {
-      if (col < p.problem.head_dim_v) store(rows.address() + col, Vec<T, 8>{});
-    }
+    with_output_rows<Config>(p, x, work, [&](auto rows) {
+      for (int row = 0; row < work.rows.count; ++row, rows.move(1)) {
+        if (col < p.problem.head_dim_v) store(rows.address() + col, Vec<T, 8>{});
+      }
+    });
   }
 
   // Writes the results of rows that see no keys.
   __device__ void store_nothing(const Work& work) const {
+    if (warp_id() != Config::kConsumerWarps) return;
+    if constexpr (Config::kServing) {
+      if (!work.piece.is_whole()) return store_empty_piece(p.plan.slots, work.piece.slot, Config::kRows);
+    }
     store_zeros(p.out, work);
     if (p.out_lo.data != nullptr) store_zeros(p.out_lo, work);
     if (Config::cluster_rank() != 0) return;
-    const float lse_of_none = lse_of_sink(sink_of(p.problem, work.tile.entry, work.tile.head));
     for (int row = lane_id(); row < work.rows.count; row += 32) {
+      const float lse_of_none = lse_of_sink(sink_of(p, work, row));
       store_row<Config>(p, work, row, {lse_of_none, 0}, /*largest=*/-INFINITY);
     }
   }
 
   __device__ void run() {
+    scheduler.begin();
     while (scheduler.has_tile()) {
-      const Work work(p, p.plan.tiling, scheduler.tile());
+      const Work work = scheduler.work();
       const bool has_keys = work.exists() && !work.n_blocks.empty();
+      if constexpr (Config::kServing) {
+        if (source.publishes()) record_piece(p.plan.slots, work.tile, work.piece);
+      }
       if (work.exists() && !has_keys) store_nothing(work);
       if (source.copies()) has_keys ? load(work) : scheduler.take_next();
       scheduler.advance();
     }
     if (!source.copies()) return;
-    load_last_v();
-    scheduler.finish();
-    shared.work_ring.wait_empty(work_at);
-    shared.work[work_at.stage].tile.entry = -1;  // tells the consumers that there is no more work
-    shared.work_ring.full[work_at.stage].arrive();
+    if (has_last_v) source.load_v(last_v);
+    if (source.publishes()) scheduler.finish();
+    publish([](Work& none) { none.tile.entry = -1; });
   }
 };
 

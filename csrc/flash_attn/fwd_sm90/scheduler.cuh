@@ -1,7 +1,11 @@
 // The tile scheduler of fwd_sm90: which m_block, a tile of query rows of some head and entry, a thread block processes
 // next. The producer asks it; all lanes of a warp call its functions together unless it says otherwise:
 //
-//   while (scheduler.has_tile()) { .. scheduler.tile() .. one thread: scheduler.take_next() .. scheduler.advance(); }
+//   scheduler.begin();
+//   while (scheduler.has_tile()) { .. scheduler.work() .. lane 0: scheduler.take_next(); .. scheduler.advance(); }
+//   lane 0: scheduler.finish();
+//
+// fwd_serving/work_list.cuh has another scheduler, which reads what there is to do from the lengths.
 #pragma once
 
 #include "flash_attn/fwd/plan.h"
@@ -31,38 +35,39 @@ __device__ WorkTile swizzled_tile(const Problem& p, const FwdSm90Plan& plan, int
 // them as late as possible balances long tiles against short ones.
 template <typename Config>
 struct PersistentScheduler {
-  const Problem& problem;
-  const FwdSm90Plan& plan;
+  const FwdSm90Params& p;
   int index;
-  int taken;  // valid in the thread that has called take_next
+  int taken;  // valid in lane 0, which calls take_next
 
-  __device__ explicit PersistentScheduler(const FwdSm90Params& p)
-      : problem(p.problem), plan(p.plan), index(blockIdx.x) {}
+  __device__ explicit PersistentScheduler(const FwdSm90Params& p) : p(p) {}
 
-  __device__ int num_tiles() const { return plan.tiling.tiles.value; }
+  __device__ int num_tiles() const { return p.plan.tiling.tiles.value; }
+  __device__ void begin() { index = blockIdx.x; }
   __device__ bool has_tile() const { return index < num_tiles(); }
-  __device__ WorkTile tile() const { return swizzled_tile<Config>(problem, plan, index); }
-  __device__ void take_next() { taken = atomicAdd(plan.taken, 1); }  // called by lane 0
+  __device__ FwdWork<Config> work() const {
+    return {p, p.plan.tiling, swizzled_tile<Config>(p.problem, p.plan, index)};
+  }
+  __device__ void take_next() { taken = atomicAdd(p.plan.taken, 1); }
   __device__ void advance() { index = gridDim.x + __shfl_sync(~0u, taken, 0); }
-  // Called by one thread after the last tile. Each block takes one index past the end; the largest of these means that
-  // no block will touch the counter again.
+  // Each block takes one index past the end; the largest of these means that no block will touch the counter again.
   __device__ void finish() const {
-    if (index == num_tiles() + static_cast<int>(gridDim.x) - 1) *plan.taken = 0;
+    if (index == num_tiles() + static_cast<int>(gridDim.x) - 1) *p.plan.taken = 0;
   }
 };
 
 // One tile for each cluster of thread blocks, which would have to agree on a next one.
 template <typename Config>
 struct SingleTileScheduler {
-  const Problem& problem;
-  const FwdSm90Plan& plan;
+  const FwdSm90Params& p;
   bool done = false;
 
-  __device__ explicit SingleTileScheduler(const FwdSm90Params& p) : problem(p.problem), plan(p.plan) {}
+  __device__ explicit SingleTileScheduler(const FwdSm90Params& p) : p(p) {}
 
+  __device__ void begin() const {}
   __device__ bool has_tile() const { return !done; }
-  __device__ WorkTile tile() const {
-    return swizzled_tile<Config>(problem, plan, static_cast<int>(blockIdx.x) / Config::kClusterSize);
+  __device__ FwdWork<Config> work() const {
+    const int index = static_cast<int>(blockIdx.x) / Config::kClusterSize;
+    return {p, p.plan.tiling, swizzled_tile<Config>(p.problem, p.plan, index)};
   }
   __device__ void take_next() const {}
   __device__ void advance() { done = true; }

@@ -7,6 +7,8 @@
 #include "flash_attn/fwd/plan.h"
 #include "flash_attn/fwd/schedule.cuh"
 #include "flash_attn/fwd/tiles.h"
+#include "flash_attn/fwd_serving/work_list.cuh"
+#include "flash_attn/rows.cuh"
 #include "flash_attn/scores/partial_box.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -25,23 +27,41 @@ struct FwdSm90Launch {
   FwdSm90Params params;
 };
 
-template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_, int kHeadDimV_ = kHeadDim_>
+// The same of serving instances, which use no TMA.
+struct ServingLaunch {
+  ServingParams params;
+};
+
+// Which instances: for dense tensors, with the ordinary or the wide tile, or for serving, with two warpgroups or one.
+enum class FwdSm90Kind { kDense, kDenseWide, kServing, kServingFewRows };
+
+constexpr FwdSm90Tile tile_of(FwdSm90Kind kind, int head_dim, Features features, int head_dim_v) {
+  if (kind == FwdSm90Kind::kServing) return serving_tile(head_dim, features, 2, head_dim_v);
+  if (kind == FwdSm90Kind::kServingFewRows) return serving_tile(head_dim, features, 1, head_dim_v);
+  return fwd_sm90_tile(head_dim, features, kind == FwdSm90Kind::kDenseWide, head_dim_v);
+}
+
+template <typename T_, int kHeadDim_, Features kFeatures_, FwdSm90Kind kKind, int kHeadDimV_ = kHeadDim_>
 struct FwdSm90Config {
   using T = T_;
+  static constexpr bool kServing = kKind == FwdSm90Kind::kServing || kKind == FwdSm90Kind::kServingFewRows;
+  using Launch = std::conditional_t<kServing, ServingLaunch, FwdSm90Launch>;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kBiased = kFeatures == Features::kBiased, kRanged = takes_ranges(kFeatures);
   static constexpr bool kPlain = kFeatures != Features::kAll;  // no features but key ranges or a tiled bias
-  static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_, kHeadDimV);
+  static constexpr FwdSm90Tile kTile = tile_of(kKind, kHeadDim, kFeatures, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
   static constexpr int kClusterSize = channel_slices(kHeadDim);  // thread blocks that share a tile
   static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
+  static constexpr int kWriters = kServing ? kWarpgroup : 1;  // how many threads announce a tile of Q, K or V
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
-  // producer does not need to the consumers: 2 * 232 + 40 = 3 * 168, 3 * 160 + 32 = 4 * 128.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  // producer does not need to the consumers: 2 * 232 + 40 = 2 * 224 + 56 = 3 * 168, 3 * 160 + 32 = 4 * 128. With one
+  // consumer there are enough.
+  static constexpr int kProducerRegisters = kServing ? 56 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kServing ? 224 : kConsumers == 2 ? 232 : 160;
   // How many of a lane's two rows are exponentiated before the wait for P V. The other row then overlaps with rescaling
   // O and packing P, which is faster where that product is short.
   static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
@@ -53,6 +73,19 @@ struct FwdSm90Config {
   __device__ static int cluster_rank() { return kClusterSize == 1 ? 0 : ptx::cluster_rank(); }
   __device__ static int channel() { return cluster_rank() * kChannels; }  // the thread block's first
 };
+
+template <typename Config>
+using TileWork = std::conditional_t<Config::kServing, ServingWork<Config>, FwdWork<Config>>;
+
+// Calls fn with the tile's rows of out. Only serving instances pack heads.
+template <typename Config, typename Params, typename Fn>
+__device__ void with_output_rows(const Params& p, const TensorRef<>& x, const TileWork<Config>& work, Fn&& fn) {
+  if constexpr (Config::kServing) {
+    with_query_rows<typename Config::T>(p.plan.tiling, x, work, fn);
+  } else {
+    fn(strided_rows<typename Config::T>(x, work));
+  }
+}
 
 template <typename Config>
 struct FwdSm90Shared {
@@ -72,7 +105,8 @@ struct FwdSm90Shared {
   std::conditional_t<Config::kBiased, BiasedKeys, Keys> k[Config::kStages];
   Values v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
-  FwdWork<Config> work[2];  // of the tile in progress and of the next
+  TileWork<Config> work[2];  // of the tile in progress and of the next
+  std::conditional_t<Config::kServing, WorkList, None> list;
   Ring<Config::kQueryStages> q_rings[Config::kConsumers];
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> work_ring;
@@ -81,9 +115,9 @@ struct FwdSm90Shared {
   // Each consumer releases a stage once, by its first thread. The bias beside K and the work are read with ordinary
   // loads, which the end of a product does not cover: there every consumer warp releases for itself.
   __device__ void init() {
-    for (auto& ring : q_rings) ring.init(1);
-    k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers);
-    v_ring.init(Config::kConsumers);
+    for (auto& ring : q_rings) ring.init(1, Config::kWriters);
+    k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers, Config::kWriters);
+    v_ring.init(Config::kConsumers, Config::kWriters);
     work_ring.init(Config::kConsumerWarps);
     if constexpr (Config::kClusterSize > 1) {
       for (auto& box : boxes) box.init();

@@ -1,0 +1,115 @@
+// Puts the partial results of pieces together: for a row whose pieces have maxima m_i, sums l_i and outputs o_i,
+//
+//   out = sum_i w_i o_i / sum_i w_i l_i,   w_i = exp2(m_i - max_i m_i),   lse = log of the sum, in the same units,
+//
+// where a sink is one more term of the lower sum. Pieces are added in the order of their keys.
+//
+// A thread block for each slot merges its share of the rows of the slot's tile: so tiles with many pieces, whose rows
+// take longer to merge, are divided among as many blocks.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/launch.h"
+#include "flash_attn/fwd/plan.h"
+#include "flash_attn/fwd/schedule.cuh"
+#include "flash_attn/params.h"
+#include "flash_attn/scores/softmax.cuh"
+#include "flash_attn/sequence.cuh"
+#include "ptx/sync.cuh"
+#include "tile/fragment.cuh"
+#include "tile/vec.cuh"
+
+namespace flash::flash_attn {
+
+constexpr int kMergeWarps = 8;
+
+__device__ inline int slot_of_piece(const PieceRecord& piece, int index) {
+  return index == 0 ? piece.first_slot : piece.second_slot + (index - 1) * piece.stride;
+}
+
+// kCols: the channels of the instance.
+template <typename T, int kCols>
+__global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __grid_constant__ ServingParams p) {
+  constexpr int kVectors = (kCols + 127) / 128;  // of four channels, for each lane
+  constexpr int kTogether = 8;                   // pieces whose sums are loaded at a time
+  ptx::wait_for_dependency();
+  const PieceSlots& slots = p.plan.slots;
+  const int own_slot = blockIdx.x, tile_rows = 64 * p.plan.warpgroups;
+  if (slots.used[own_slot] == 0) return;
+  const PieceRecord piece = slots.records[own_slot];
+  __syncthreads();
+  if (threadIdx.x == 0) slots.used[own_slot] = 0;
+
+  const WorkTile tile{piece.entry, piece.head, piece.key_head, piece.row0, 0, 0};
+  const Span q = query_span(p.problem, tile.entry);
+  const TileRows rows(p.plan.tiling, q, tile, tile_rows);
+  const int first = rows.count * piece.index / piece.count, end = rows.count * (piece.index + 1) / piece.count;
+  const auto softmax_of = [&](int index, int row) {
+    const int64_t slot = slot_of_piece(piece, index);
+    return __ldcg(reinterpret_cast<const float2*>(slots.softmax) + slot * tile_rows + row);
+  };
+  for (int row = first + warp_id(); row < end; row += kMergeWarps) {
+    float max = -INFINITY;
+    for (int index = lane_id(); index < piece.count; index += 32) max = fmaxf(max, softmax_of(index, row).x);
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, lanes));
+    const float shift = finite_or_zero(max);
+    float sum = 0, out[kVectors][4] = {};
+    for (int begin = 0; begin < piece.count; begin += 32) {
+      const int index = begin + lane_id(), count = min(32, piece.count - begin);
+      const float2 state = index < piece.count ? softmax_of(index, row) : float2{-INFINITY, 0};
+      const float own_weight = ptx::exp2(state.x - shift);
+      for (int first = 0; first < count; first += kTogether) {
+        float4 x[kTogether][kVectors];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          // A piece without keys has no sums, and one past the last is not there.
+          const bool adds = __shfl_sync(~0u, own_weight, first + i) > 0;
+          const int64_t slot = slot_of_piece(piece, begin + first + i);
+          const float* source = slots.out + (slot * tile_rows + row) * kCols + 4 * lane_id();
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            const bool exists = adds && 128 * v + 4 * lane_id() < kCols;
+            x[i][v] = exists ? __ldcg(reinterpret_cast<const float4*>(source + 128 * v)) : float4{};
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const float weight = __shfl_sync(~0u, own_weight, first + i);
+          sum += weight * __shfl_sync(~0u, state.y, first + i);
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            out[v][0] += weight * x[i][v].x, out[v][1] += weight * x[i][v].y;
+            out[v][2] += weight * x[i][v].z, out[v][3] += weight * x[i][v].w;
+          }
+        }
+      }
+    }
+    const int head = tile.head + rows.head(row), token = rows.token(row);
+    const float sink = sink_of(p.problem, tile.entry, head);
+    sum += exp_of_sink(sink, max, /*scale_log2=*/1);
+    const float factor = sum == 0 ? 0.f : ptx::reciprocal(sum);
+    T* target = first_token<T>(p.out, q, head) + token * p.out.seqlen;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int col = 128 * v + 4 * lane_id();
+      if (col >= p.problem.head_dim_v) continue;
+      const uint2 words = {ptx::pack<T>(out[v][0] * factor, out[v][1] * factor),
+                           ptx::pack<T>(out[v][2] * factor, out[v][3] * factor)};
+      *reinterpret_cast<uint2*>(target + col) = words;
+    }
+    if (lane_id() == 0 && p.softmax_lse != nullptr) {
+      row_values(p.softmax_lse, p.problem, q, head)[token] = log_sum_exp(sink, max, sum, /*scale_log2=*/1).lse;
+    }
+  }
+}
+
+template <typename T, int kCols>
+void merge_pieces(const ServingParams& p, cudaStream_t stream) {
+  const LaunchShape shape{.grid = dim3(p.plan.slots.count), .block = dim3(32 * kMergeWarps), .early = true};
+  launch<merge_pieces_kernel<T, kCols>>(shape, p, stream);
+}
+
+}  // namespace flash::flash_attn

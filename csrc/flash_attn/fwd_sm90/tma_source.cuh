@@ -1,0 +1,98 @@
+// Where the producer of fwd_sm90 takes Q, K and V from is a source. This one is for dense and packed tensors: one
+// thread has TMA copy whole tiles. The mainloop reads stages of the rings and does not know where they come from. A
+// source has
+//
+//   kWarps                  how many warps of the producer's warpgroup take part
+//   copies(), publishes()   whether the calling thread copies; whether it is the one that hands out work
+//   Keys, keys_of(work)     where the keys of a tile lie
+//   Block, block_of(keys)   where those of an n_block lie, asked for long before they are loaded
+//   load_q, load_k, load_v  wait for an empty stage and start the copy of a tile to it
+//   wait_empty              how it waits
+#pragma once
+
+#include "flash_attn/fwd_sm90/shared.cuh"
+#include "flash_attn/scores/bias_tile.cuh"
+#include "flash_attn/sequence.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+
+namespace flash::flash_attn {
+
+// In instances of kBiased, a tile of the bias comes with each tile of keys.
+template <typename Config>
+struct TmaSource {
+  using Shared = FwdSm90Shared<Config>;
+  struct Keys {
+    Span span;
+    int head;
+    int bias_entry, bias_head, bias_row;  // only in instances of kBiased
+  };
+  struct Block {
+    Keys keys;
+    int n_block;
+  };
+  static constexpr int kWarps = 1;
+  const FwdSm90Launch& launch;
+  Shared& shared;
+  RingCursor<Config::kQueryStages> q_at;
+  RingCursor<Config::kStages> k_at, v_at;
+
+  __device__ TmaSource(const FwdSm90Launch& launch, Shared& shared) : launch(launch), shared(shared) {}
+
+  __device__ static bool copies() { return lane_id() == 0; }
+  __device__ static bool publishes() { return true; }
+  __device__ static Keys keys_of(const FwdWork<Config>& work) {
+    return {.span = work.seq.k,
+            .head = work.tile.key_head,
+            .bias_entry = work.tile.entry,
+            .bias_head = work.tile.head,
+            .bias_row = static_cast<int>(work.seq.q.first) + work.tile.row0};
+  }
+
+  __device__ static Block block_of(const Keys& keys, int n_block) { return {keys, n_block}; }
+
+  template <int kStages>
+  __device__ static void wait_empty(const Ring<kStages>& ring, const RingCursor<kStages>& at) {
+    ring.wait_empty(at);
+  }
+
+  __device__ void load_q(const FwdWork<Config>& work) {
+#pragma unroll 1
+    for (int rank = 0; rank < Config::kConsumers; ++rank) {
+      auto& ring = shared.q_rings[rank];
+      wait_empty(ring, q_at);
+      auto& arrived = ring.expect_tx(q_at, sizeof(typename Shared::OwnRows));
+      load_async(shared.q[q_at.stage][rank], launch.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
+                 work.tile.head, work.seq.q.batch, arrived, Config::channel());
+    }
+    q_at.advance();
+  }
+
+  __device__ void load_k(const Block& block) {
+    const auto& [keys, n_block] = block;
+    auto& stage = shared.k[k_at.stage];
+    const BiasRows& bias_rows = launch.params.problem.bias.rows;
+    wait_empty(shared.k_ring, k_at);
+    int bytes = sizeof(typename Shared::Keys);
+    if constexpr (Config::kBiased) bytes += bytes_of_bias<typename Shared::Bias>(bias_rows);
+    auto& arrived = shared.k_ring.expect_tx(k_at, bytes);
+    load_async(stage, launch.k, keys.span.first + n_block * Config::kKeys, keys.head, keys.span.batch, arrived,
+               Config::channel());
+    if constexpr (Config::kBiased) {
+      load_bias(stage.bias, launch.bias, bias_rows, keys.bias_entry, keys.bias_head, keys.bias_row,
+                n_block * Config::kKeys, arrived);
+    }
+    k_at.advance();
+  }
+
+  __device__ void load_v(const Block& block) {
+    const auto& [keys, n_block] = block;
+    wait_empty(shared.v_ring, v_at);
+    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
+    load_async(shared.v[v_at.stage], launch.v, keys.span.first + n_block * Config::kKeys, keys.head, keys.span.batch,
+               arrived, Config::channel());
+    v_at.advance();
+  }
+};
+
+}  // namespace flash::flash_attn
