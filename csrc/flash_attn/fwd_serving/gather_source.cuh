@@ -1,9 +1,9 @@
 // The source of serving instances of fwd_sm90: the producer's warpgroup gathers rows by cp.async. So keys may lie in
 // pages of any size, and rows of queries be those of several heads. (A source by TMA: fwd_sm90/tma_source.cuh.)
 //
-// Each warp copies a quarter of a tile's rows. A lane finds out where one of them lies, and the lanes that copy it get the
-// address from there. Rows that do not exist, or that no query sees, become zeros, and nothing is
-// read for them: pages past the end of an entry are not looked up, and what their unused slots hold does not matter.
+// Each warp copies a quarter of a tile's rows. A lane finds out where one of them lies, and the lanes that copy it get
+// the address from there. Rows that do not exist, or that no query sees, become zeros, and nothing is read for them:
+// pages past the end of an entry are not looked up, and what their unused slots hold does not matter.
 //
 // A tile is full when the copies of all threads have arrived. wgmma reads shared memory through the async proxy, so
 // consumers also need a fence then (Consumer::wait_full).
@@ -44,7 +44,6 @@ struct GatherSource {
   Shared& shared;
   RingCursor<Config::kQueryStages> q_at;
   RingCursor<Config::kStages> k_at, v_at;
-  
 
   __device__ GatherSource(const ServingLaunch& launch, Shared& shared) : p(launch.params), shared(shared) {}
 
@@ -55,10 +54,10 @@ struct GatherSource {
   __device__ Keys keys_of(const ServingWork<Config>& work) const {
     const int* table = p.pages.block_table;
     return {.pages = table ? table + work.tile.entry * p.pages.batch_stride : nullptr,
-                    .only_page = static_cast<int>(work.seq.k.batch),
-                    .first = static_cast<int>(work.seq.k.first),
-                    .seen = work.seen,
-                    .head = work.tile.key_head};
+            .only_page = static_cast<int>(work.seq.k.batch),
+            .first = static_cast<int>(work.seq.k.first),
+            .seen = work.seen,
+            .head = work.tile.key_head};
   }
 
   template <int kStages>
@@ -66,44 +65,50 @@ struct GatherSource {
     ring.wait_empty(at);
   }
 
-  // Starts the copies of the warp's rows of a tile. own: the address of the row of the warp's that has the lane's number;
-  // null for a row of zeros. All addresses are exchanged before the first copy, so that copies do not wait for one
-  // another.
+  // The rows of a tile that a lane copies its part of.
   template <typename Tile>
-  __device__ static void gather(const Tile& tile, const char* own, int cols) {
-    constexpr int kRows = Tile::kRows / kWarps, kLanes = Tile::kPageChunks, kStep = 32 / kLanes, kSteps = kRows / kStep;
+  struct Rows {
+    static constexpr int kRows = Tile::kRows / kWarps, kLanes = Tile::kPageChunks, kStep = 32 / kLanes;
+    static constexpr int kSteps = kRows / kStep;
     static_assert(kRows % kStep == 0 && kRows <= 32);
-    const int row = lane_id() / kLanes, chunk = lane_id() % kLanes;
-    const uint32_t origin = tile.address(warp() * kRows + row, chunk);
-    const uint32_t exist = __ballot_sync(~0u, own != nullptr);
-    const char* sources[kSteps];
+    const char* sources[kSteps];  // of the lane's chunk in the first page of the tile
+    uint32_t exist;               // bit i: whether the i-th row of the warp's exists
+
+    __device__ static int row() { return lane_id() / kLanes; }
+    __device__ static int chunk() { return lane_id() % kLanes; }
+
+    // own: the address of the row of the warp's that has the lane's number; null for a row of zeros. The addresses are
+    // exchanged before the first copy, and before the wait for an empty stage, so that copies wait for nothing else.
+    __device__ explicit Rows(const char* own) : exist(__ballot_sync(~0u, own != nullptr)) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const auto address = reinterpret_cast<uint64_t>(own);
-      sources[i] = reinterpret_cast<const char*>(__shfl_sync(~0u, address, i * kStep + row)) + 16 * chunk;
+      for (int i = 0; i < kSteps; ++i) {
+        const auto address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(own), i * kStep + row());
+        sources[i] = reinterpret_cast<const char*>(address) + 16 * chunk();
+      }
     }
-    const auto copy = [&](auto&& is_valid) {
+
+    __device__ void copy_to(const Tile& tile, int cols) const {
+      constexpr uint32_t kAll = ~0u >> (32 - kRows);
+      if ((exist & kAll) == kAll && cols == Tile::kCols) return copy_where(tile, [](int, int) { return true; });
+      copy_where(tile, [&](int i, int page) {
+        return (exist >> (i * kStep + row()) & 1) && (page * kLanes + chunk()) * Tile::kChunk < cols;
+      });
+    }
+
+   private:
+    template <typename IsValid>
+    __device__ void copy_where(const Tile& tile, IsValid&& is_valid) const {
+      const uint32_t origin = tile.address(warp() * kRows + row(), chunk());
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const uint32_t target = (origin ^ Tile::turn(i * kStep)) + Tile::distance(i * kStep, 0);
 #pragma unroll
         for (int page = 0; page < Tile::kPages; ++page) {
-#ifdef HALFCOPY
-          if (page == 0)
-#endif
-#ifdef NOCOPY
-          if (sources[i] == nullptr)
-#endif
           ptx::copy_async(target + Tile::distance(0, page), sources[i] + page * Tile::kRowBytes, is_valid(i, page));
         }
       }
-    };
-    constexpr uint32_t kAll = ~0u >> (32 - kRows);
-    if ((exist & kAll) == kAll && cols == Tile::kCols) return copy([](int, int) { return true; });
-    copy([&](int i, int page) {
-      return (exist >> (i * kStep + row) & 1) && (page * kLanes + chunk) * Tile::kChunk < cols;
-    });
-  }
+    }
+  };
 
   __device__ Block block_of(const Keys& keys, int n_block) const {
     constexpr int kRows = Config::kKeys / kWarps;
@@ -122,17 +127,17 @@ struct GatherSource {
   }
 
   __device__ void load_k(const Block& block) {
-    const char* own = address_of(p.k, block);
+    const Rows<typename Shared::Keys> rows(address_of(p.k, block));
     wait_empty(shared.k_ring, k_at);
-    gather(shared.k[k_at.stage], own, p.problem.head_dim);
+    rows.copy_to(shared.k[k_at.stage], p.problem.head_dim);
     shared.k_ring.full[k_at.stage].arrive_when_copied();
     k_at.advance();
   }
 
   __device__ void load_v(const Block& block) {
-    const char* own = address_of(p.v, block);
+    const Rows<typename Shared::Values> rows(address_of(p.v, block));
     wait_empty(shared.v_ring, v_at);
-    gather(shared.v[v_at.stage], own, p.problem.head_dim_v);
+    rows.copy_to(shared.v[v_at.stage], p.problem.head_dim_v);
     shared.v_ring.full[v_at.stage].arrive_when_copied();
     v_at.advance();
   }
@@ -145,11 +150,13 @@ struct GatherSource {
       const int row = kWarpgroupRows * rank + warp() * kRows + lane_id();
       const char* own = nullptr;
       if (lane_id() < kRows && row < work.rows.count) {
-        own = reinterpret_cast<const char*>(start + work.rows.token(row) * p.q.seqlen + work.rows.head(row) * p.q.heads);
+        own =
+            reinterpret_cast<const char*>(start + work.rows.token(row) * p.q.seqlen + work.rows.head(row) * p.q.heads);
       }
+      const Rows<typename Shared::OwnRows> rows(own);
       auto& ring = shared.q_rings[rank];
       wait_empty(ring, q_at);
-      gather(shared.q[q_at.stage][rank], own, p.problem.head_dim);
+      rows.copy_to(shared.q[q_at.stage][rank], p.problem.head_dim);
       ring.full[q_at.stage].arrive_when_copied();
     }
     q_at.advance();

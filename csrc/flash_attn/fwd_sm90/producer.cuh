@@ -53,8 +53,6 @@ struct Producer {
   __device__ Producer(const typename Config::Launch& launch, Shared& shared)
       : p(launch.params), shared(shared), scheduler(scheduler_of<Config>(launch, shared)), source(launch, shared) {}
 
-  
-
   // Hands work to the consumers, or tells them that there is no more.
   template <typename Write>
   __device__ void publish(Write&& write) {

@@ -58,10 +58,10 @@ struct FwdSm90Config {
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
   static constexpr int kWriters = kServing ? kWarpgroup : 1;  // how many threads announce a tile of Q, K or V
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
-  // producer does not need to the consumers: 2 * 232 + 40 = 2 * 224 + 56 = 3 * 168, 3 * 160 + 32 = 4 * 128. With one
+  // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128. With one
   // consumer there are enough.
-  static constexpr int kProducerRegisters = kServing ? 56 : kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kServing ? 224 : kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kServing ? 88 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kServing ? 208 : kConsumers == 2 ? 232 : 160;
   // How many of a lane's two rows are exponentiated before the wait for P V. The other row then overlaps with rescaling
   // O and packing P, which is faster where that product is short.
   static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
