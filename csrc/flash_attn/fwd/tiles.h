@@ -69,9 +69,6 @@ constexpr FwdSm90Tile serving_tile(int head_dim, Features features, int warpgrou
   const bool plain = has_plain_scores(features);
   if (head_dim <= 64) return {warpgroups, 128, 4, 2, false};
   if (head_dim <= 96) return {warpgroups, plain ? 128 : 96, 3, 1, false};
-#ifdef SERVE3
-  if (head_dim <= 128) return {warpgroups, plain ? 128 : 96, 3, 1, false};
-#endif
   if (head_dim <= 128) return {warpgroups, plain ? 128 : 96, warpgroups == 1 ? 3 : 2, warpgroups == 1 ? 1 : 2, false};
   if (head_dim <= 192 && head_dim_v < head_dim) return {warpgroups, plain ? 128 : 96, 2, 1, false};
   if (head_dim <= 192) return {warpgroups, 96, 2, 1, false};

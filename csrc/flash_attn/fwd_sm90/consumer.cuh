@@ -100,9 +100,7 @@ struct Consumer {
   template <int kStages>
   __device__ static void wait_full(const Ring<kStages>& ring, const RingCursor<kStages>& at) {
     ring.wait_full(at);
-#ifndef NOFENCE
     if constexpr (Config::kServing) ptx::fence_async_shared();
-#endif
   }
   template <int kStages>
   __device__ void release(Ring<kStages>& ring, RingCursor<kStages>& at) {
