@@ -51,7 +51,7 @@ class Batch:
             return str(value).replace(" ", "")
 
         changed = (f for f in dataclasses.fields(self) if f.name != "dtype" and getattr(self, f.name) != f.default)
-        return "-".join([self.dtype, *(f"{f.name}={text(getattr(self, f.name))}" for f in changed)])
+        return "-".join([self.dtype, *(f"{f.name}{text(getattr(self, f.name))}" for f in changed)])
 
     def but(self, **changes):
         return dataclasses.replace(self, **changes)
