@@ -42,7 +42,8 @@ const char* find_fwd_sm90_sizes(int head_dim, int head_dim_v, Features features,
     dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll>(
         features, [&](auto kFeatures) {
           const auto run = [&](auto kWide) {
-            using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kWide, kHeadDimV>;
+            constexpr auto kKind = kWide ? FwdSm90Kind::kDenseWide : FwdSm90Kind::kDense;
+            using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kKind, kHeadDimV>;
             answer<FwdSm90Shared<Config>>(sizes, Config::kThreads);
           };
           dispatch_flags(run, wide);
@@ -50,6 +51,21 @@ const char* find_fwd_sm90_sizes(int head_dim, int head_dim_v, Features features,
   };
   if (head_dim != head_dim_v) return error_of([&] { find(Constant<192>{}, Constant<128>{}); });
   return for_head_dim<512>(head_dim, [&](auto kHeadDim) { find(kHeadDim, kHeadDim); });
+}
+
+const char* find_serving_sizes(int head_dim, int head_dim_v, Features features, bool few_rows, int64_t* sizes) {
+  const auto find = [&](auto kHeadDim, auto kHeadDimV) {
+    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
+      const auto run = [&](auto kFewRows) {
+        constexpr auto kKind = kFewRows ? FwdSm90Kind::kServingFewRows : FwdSm90Kind::kServing;
+        using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kKind, kHeadDimV>;
+        answer<FwdSm90Shared<Config>>(sizes, Config::kThreads);
+      };
+      dispatch_flags(run, few_rows);
+    });
+  };
+  if (head_dim != head_dim_v) return error_of([&] { find(Constant<192>{}, Constant<128>{}); });
+  return for_head_dim(head_dim, [&](auto kHeadDim) { find(kHeadDim, kHeadDim); });
 }
 
 const char* find_dmask_sizes(int head_dim, int64_t* sizes) {

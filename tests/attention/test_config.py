@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 HOPPER_HEAD_DIMS = (*((dim, dim) for dim in ALL_HEAD_DIMS), (192, 128))  # of keys and of values
-SM80, DECODE, SM90 = KERNELS = range(3)  # the alternatives of FwdPlan
+SM80, DECODE, SM90, SERVING = KERNELS = range(4)  # the alternatives of FwdPlan
 PLAIN, RANGED, BIASED, ALL = FEATURES = range(4)
 # Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
 SHARED_BYTES = {"8.0": 163 * 1024, "8.6, 8.9, 12.0": 99 * 1024, "9.0, 10.0": 227 * 1024}
@@ -327,6 +327,22 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
     )
 
 
+@pytest.mark.parametrize("few_rows", [False, True])
+@pytest.mark.parametrize("features", [PLAIN, ALL])
+@pytest.mark.parametrize("head_dim, head_dim_v", [dims for dims in HOPPER_HEAD_DIMS if dims[0] <= 256])
+def test_serving_blocks_fit(host, instances, head_dim, head_dim_v, features, few_rows):
+    """As those for dense tensors; a warpgroup alone has all registers, and the warps that gather have rows to copy."""
+    warpgroups, keys, stages, _ = numbers(host, 4, "find_serving_tile", head_dim, head_dim_v, features, 2 - few_rows)
+    shared_bytes, threads = numbers(instances, 2, "find_serving_sizes", head_dim, head_dim_v, features, few_rows)
+    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert warpgroups == 2 - few_rows and threads == 128 * (warpgroups + 1)
+    assert stages >= 2
+    assert (
+        keys % 32 == 0 and keys <= 4 * 32
+    )  # each warp of the producer finds a quarter of the rows, a lane one of them
+    assert keys // 2 + keys // 4 + head_dim_v // 2 + 24 <= {1: 255, 2: 208}[warpgroups]
+
+
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_backward_blocks_fit_sm90(head_dim, features):
@@ -404,6 +420,11 @@ class Problem:
     causal: bool = False
     has_sm90: bool = False
     head_dim_v: int = 0  # 0: head_dim
+    paged: bool = False
+    ranges: int = 0  # 2: those of each head
+    bias: bool = False
+    out_lo: bool = False
+    row_max: bool = False
 
     @property
     def group(self):
@@ -416,6 +437,7 @@ class Plan(typing.NamedTuple):
     kernel: int
     scratch_out: int
     scratch_softmax: int
+    scratch_records: int
     scratch_counters: int
     packed_heads: int
     slots: int
@@ -427,6 +449,9 @@ class Plan(typing.NamedTuple):
     section_heads: int
     section_tiles: int
     wide: bool
+    warpgroups: int
+    even: bool
+    piece_slots: int
 
 
 def plan_of(host, problem):
@@ -554,25 +579,149 @@ def test_hopper_plan(host):
     assert taken > 30
 
 
-def test_what_stays_portable_on_hopper(host):
-    """Decoding, splits that the caller wants, few rows, no keys, and few tiles of many keys."""
-    many = Problem(batch=8, heads=32, heads_k=32, seqlen_q=2048, longest_q=2048, longest_k=2049, has_sm90=True)
-    assert plan_of(host, many).blocks == 132
-    few_tiles = dict(batch=1, heads=2, heads_k=2, seqlen_q=128, longest_q=128)
-    for changes, blocks in (
-        (dict(has_sm90=False), 0),
-        (dict(seqlen_q=4, longest_q=4), 0),
-        (dict(seqlen_q=31, longest_q=31), 0),
-        (dict(seqlen_q=32, longest_q=32), 132),
-        (dict(seqlen_q=63, longest_q=63, heads_k=8), 0),
-        (dict(seqlen_q=64, longest_q=64, heads_k=8), 132),
-        (dict(num_splits=2), 0),
-        (dict(longest_k=0), 0),
-        (few_tiles, 0),
-        (few_tiles | dict(longest_k=2048), 2),
+MANY = Problem(batch=8, heads=32, heads_k=32, seqlen_q=2048, longest_q=2048, longest_k=2049, has_sm90=True)
+FEW = Problem(batch=8, heads=32, heads_k=8, seqlen_q=20, longest_q=20, longest_k=4096, has_sm90=True)
+
+
+def changed(problem, *, rows=None, **changes):
+    changes |= {} if rows is None else dict(seqlen_q=rows, longest_q=rows)
+    return dataclasses.replace(problem, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, kernel",
+    [
+        (dict(), SM90),
+        (dict(has_sm90=False), SM80),
+        (dict(rows=4), DECODE),
+        (dict(rows=31), SERVING),  # few rows
+        (dict(rows=32), SM90),
+        (dict(rows=31, longest_k=511), SM80),
+        (dict(rows=128, heads_k=8, longest_k=511), SM90),
+        (dict(rows=64, heads_k=8), SERVING),  # packed heads need fewer tiles
+        (dict(rows=64, heads_k=8, longest_k=511), SM90),
+        (dict(rows=320, heads_k=8, longest_k=1280), SERVING),
+        (dict(rows=320, heads_k=8, longest_k=1279), SM90),
+        (dict(rows=256, heads_k=8), SM90),  # they need as many
+        (dict(num_splits=2), SERVING),
+        (dict(num_splits=1), SM90),
+        (dict(longest_k=0), SM80),
+        (dict(batch=1, heads=2, heads_k=2, rows=128), SERVING),  # few tiles of many keys
+        (dict(batch=1, heads=2, heads_k=2, rows=128, longest_k=2048), SM90),
+        (dict(head_dim=512), SM90),
+        (dict(out_lo=True), SM90),
+        (dict(row_max=True), SM90),
+        (dict(ranges=2), SM90),
+    ],
+    ids=str,
+)
+def test_kernels_for_dense_tensors_on_hopper(host, changes, kernel):
+    assert plan_of(host, changed(MANY, **changes)).kernel == kernel
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    "changes, kernel, paged_kernel",
+    [
+        (dict(), SERVING, SERVING),
+        (dict(packed_q=True, ragged_k=True), SERVING, SERVING),
+        (dict(longest_k=100), SM80, SERVING),
+        (dict(longest_k=0), SM80, SM80),
+        (dict(rows=2000), SM90, SERVING),
+        (dict(rows=4), DECODE, DECODE),
+        (dict(rows=5), SERVING, SERVING),
+        (dict(rows=1, heads=128, heads_k=1), SERVING, SERVING),
+        (dict(rows=1, heads=16, heads_k=1), DECODE, DECODE),
+        (dict(head_dim=256), SERVING, SERVING),
+        (dict(head_dim=192, head_dim_v=128), SERVING, SERVING),
+        (dict(head_dim=264), SM80, SM80),
+        (dict(head_dim=512), SM80, SM80),
+        (dict(head_dim=64, head_dim_v=512), SM80, SM80),
+        (dict(has_sm90=False), SM80, SM80),
+        (dict(plain=False), SM80, SM80),  # rows are not aligned
+        (dict(dropout=True), SM80, SM80),
+        (dict(bias=True), SM80, SM80),
+        (dict(out_lo=True), SM80, SM80),
+        (dict(row_max=True), SM80, SM80),
+        (dict(ranges=1), SERVING, SERVING),
+        (dict(ranges=2), SERVING, SERVING),
+        (dict(num_splits=3), SERVING, SERVING),
+    ],
+    ids=str,
+)
+def test_kernels_for_few_rows_and_for_pages_on_hopper(host, changes, kernel, paged_kernel, paged):
+    plan = plan_of(host, changed(FEW, paged=paged, **changes))
+    assert plan.kernel == (paged_kernel if paged else kernel)
+
+
+def serving_problems(count):
+    draw = random.Random(4)
+    for problem in problems(count):
+        ranges = draw.choice((0, 0, 1, 2))
+        head_dim, head_dim_v = draw.choice([dims for dims in HOPPER_HEAD_DIMS if dims[0] <= 256])
+        yield dataclasses.replace(
+            problem,
+            has_sm90=True,
+            paged=draw.random() < 0.7,
+            plain=True,
+            dropout=False,
+            ranges=ranges,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            num_splits=draw.choice((0, 0, 1, 2, 7, 32)),
+        )
+
+
+def test_serving_plan(host):
+    """Tiles of one or two warpgroups that cover all rows, and slots for all pieces that blocks may make of them."""
+    seen = set()
+    for problem in serving_problems(1500):
+        plan = plan_of(host, problem)
+        if plan.kernel != SERVING:
+            continue
+        rows, group = 64 * plan.warpgroups, problem.group
+        seen.add((plan.warpgroups, plan.even, plan.packed_heads > 1, plan.num_splits))
+        assert plan.packed_heads in ((1,) if problem.ranges == 2 else (1, group))
+        assert plan.warpgroups in (1, 2) and (plan.warpgroups == 1) == (problem.longest_q * plan.packed_heads <= 64)
+        together, apart = -(-problem.longest_q * group // rows), group * -(-problem.longest_q // rows)
+        if problem.ranges < 2 and together <= apart and problem.seqlen_q * group < 2**30:
+            assert plan.packed_heads == group
+        entries = 1 if problem.packed_q else problem.batch
+        least_slots = -(-problem.seqlen_q * plan.packed_heads // rows)
+        assert plan.slots >= least_slots if problem.packed_q else plan.slots == least_slots
+        assert plan.tiles == plan.slots * entries * problem.heads // plan.packed_heads
+        assert plan.blocks == problem.multiprocessors
+        # Equal shares where no two tiles read the same keys.
+        one_tile = problem.longest_q * plan.packed_heads <= rows and plan.packed_heads == group
+        assert plan.even == (one_tile and problem.num_splits == 0)
+        if problem.num_splits == 0:
+            assert plan.num_splits == 0
+            assert plan.piece_slots == (2 if plan.even else 7) * plan.blocks
+        else:
+            fits = plan.tiles * problem.num_splits <= 2**14
+            assert plan.num_splits == problem.num_splits if fits else 1 <= plan.num_splits <= problem.num_splits
+            assert plan.piece_slots == (plan.tiles * plan.num_splits if plan.num_splits > 1 else 0)
+            assert plan.piece_slots <= 2**14
+        channels = problem.head_dim_v
+        assert plan.scratch_out == plan.piece_slots * rows * channels
+        assert plan.scratch_softmax == plan.piece_slots * rows * 2
+        assert plan.scratch_records == plan.piece_slots * 9
+        assert plan.scratch_counters == 1 + plan.piece_slots
+    for place in range(3):
+        assert len({which[place] for which in seen}) == 2
+    assert {0, 1, 2, 7, 32} <= {which[3] for which in seen}
+
+
+def test_scratch_of_serving_follows_neither_batch_nor_lengths(host):
+    """At most 64 MB on a GPU of 132 multiprocessors, unless the call says how many splits it wants."""
+    for batch, capacity, (rows, heads) in itertools.product(
+        (1, 64, 1024), (600, 1_000_000), ((1, 128), (20, 8), (200, 8), (8192, 8))
     ):
-        plan = plan_of(host, dataclasses.replace(many, **changes))
-        assert (plan.kernel == SM90, plan.blocks) == (blocks > 0, blocks), changes
+        plan = plan_of(
+            host, changed(FEW, batch=batch, rows=rows, longest_k=capacity, heads=heads, heads_k=1, paged=True)
+        )
+        assert plan.kernel == SERVING
+        assert 4 * (plan.scratch_out + plan.scratch_softmax + plan.scratch_records) < 64 << 20
 
 
 def test_plan_of_values_with_fewer_channels(host):

@@ -59,6 +59,12 @@ const char* find_fwd_sm90_tile(int head_dim, int head_dim_v, Features features, 
                        has_wide_tile(head_dim, features)});
 }
 
+// tile: warpgroups, keys, stages, stages of queries.
+const char* find_serving_tile(int head_dim, int head_dim_v, Features features, int warpgroups, int64_t* tile) {
+  const FwdSm90Tile found = serving_tile(head_dim, features, warpgroups, head_dim_v);
+  return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages});
+}
+
 // shape: lanes, rows, tiles.
 const char* find_row_shape(int cols, int vec, int vecs, int threads, int splits_warps, int64_t* shape) {
   const layer_norm::RowShape found = layer_norm::row_shape(cols, vec, vecs, threads, splits_warps);
@@ -78,13 +84,15 @@ const char* find_decode_sizes(int head_dim, int shared_bytes, int64_t* sizes) {
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
   int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90, head_dim_v;
+  int64_t paged, ranges, bias, out_lo, row_max;
 };
 
-// plan: which alternative of FwdPlan it is, the three sizes of scratch, and its fields by the names of Plan in
+// plan: which alternative of FwdPlan it is, the four sizes of scratch, and its fields by the names of Plan in
 // test_config.py; 0 where a plan does not have them.
 const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   static const int any_int[] = {0};
   static const int64_t any_state[] = {0, 0};
+  static float any_float[] = {0};
   FwdParams p{};
   p.problem.batch = problem->batch;
   p.problem.heads = problem->heads;
@@ -98,6 +106,12 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   p.problem.seqlen_k = p.problem.capacity_k = problem->longest_k;
   p.problem.window_left = kUnbounded;
   p.problem.window_right = problem->causal ? 0 : kUnbounded;
+  p.problem.ranges.data = problem->ranges ? any_int : nullptr;
+  p.problem.ranges.heads = problem->ranges == 2 ? 1 : 0;
+  p.problem.bias.data = problem->bias ? any_int : nullptr;
+  p.pages.block_table = problem->paged ? any_int : nullptr;
+  p.out_lo.data = problem->out_lo ? any_float : nullptr;
+  p.row_max = problem->row_max ? any_float : nullptr;
   p.aligned = problem->plain;
   const FwdHints hints{.longest_q = problem->longest_q,
                        .longest_k = problem->longest_k,
@@ -114,10 +128,13 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
     const auto* on_sm90 = std::get_if<FwdSm90Plan>(&choice.plan);
     const KeySplits splits = decoding ? decoding->splits : on_sm80 ? on_sm80->splits : KeySplits{};
     const FwdSm90Plan order = on_sm90 ? *on_sm90 : FwdSm90Plan{};
-    answer(plan,
-           {static_cast<int64_t>(choice.plan.index()), out, softmax, counters, tiling.packed_heads.value,
-            tiling.slots.value, tiling.tiles.value, splits.count, splits.least_n_blocks, decoding ? decoding->warps : 0,
-            order.blocks, order.swizzle.heads.value, order.swizzle.tiles.value, order.wide});
+    const auto* serving = std::get_if<ServingPlan>(&choice.plan);
+    answer(plan, {static_cast<int64_t>(choice.plan.index()), out, softmax, records, counters,
+                  tiling.packed_heads.value, tiling.slots.value, tiling.tiles.value,
+                  serving ? serving->num_splits : splits.count, splits.least_n_blocks, decoding ? decoding->warps : 0,
+                  serving ? serving->blocks : order.blocks, order.swizzle.heads.value, order.swizzle.tiles.value,
+                  order.wide, serving ? serving->warpgroups : 0, serving && serving->even,
+                  serving ? serving->slots.count : 0});
   });
 }
 

@@ -312,7 +312,8 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
                    .warpgroups = tile_rows / 64,
                    .even = hints.num_splits == 0 && one_m_block,
                    .num_splits = hints.num_splits,
-                   .blocks = blocks};
+                   .blocks = blocks,
+                   .slots = {}};
   int64_t slots = plan.even ? 2 * blocks : 7 * blocks;
   if (hints.num_splits > 0) {
     const int64_t tiles = std::max(1, num_tiles(tiling));
