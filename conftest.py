@@ -5,6 +5,7 @@ with a marker and is skipped, with the reason, where it cannot run. `pytest` alo
 wide samples.
 """
 
+import atexit
 import collections
 import ctypes
 import gc
@@ -91,10 +92,7 @@ def pytest_collection():
         gc.freeze()
         gc.set_threshold(20_000, 10, 20)
         gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # some extensions call it a leak if their objects outlive the interpreter
+        atexit.register(gc.unfreeze)  # some extensions call it a leak if their objects outlive the interpreter
 
 
 def pytest_terminal_summary(terminalreporter):
