@@ -5,6 +5,7 @@ with a marker and is skipped, with the reason, where it cannot run. `pytest` alo
 wide samples.
 """
 
+import atexit
 import collections
 import ctypes
 import gc
@@ -12,6 +13,7 @@ import os
 import re
 import runpy
 import sys
+import types
 import zlib
 
 import cases
@@ -90,10 +92,7 @@ def pytest_collection():
         gc.freeze()
         gc.set_threshold(20_000, 10, 20)
         gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # some extensions call it a leak if their objects outlive the interpreter
+        atexit.register(gc.unfreeze)  # some extensions call it a leak if their objects outlive the interpreter
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -147,6 +146,35 @@ def poisoned():
     if not torch.is_deterministic_algorithms_warn_only_enabled():  # or it is on, from the test before
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_of_kernels():
+    """Triton's interpreter puts functions of its own into Triton's language: here once for each kernel that it runs.
+
+    It does so again for each call of a function in a kernel, which finds nothing to do, and takes half of its time.
+    """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        yield
+        return
+    patch_language, run, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, []
+
+    def patch_once(function):
+        modules = [value for value in function.__globals__.values() if isinstance(value, types.ModuleType)]
+        if modules not in done:
+            done.append(modules)
+            return patch_language(function)
+
+    def run_anew(*args, **kwargs):
+        done.clear()
+        return run(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", run_anew)
+        yield
 
 
 @pytest.fixture

@@ -42,12 +42,12 @@ def work(family: str, name: str | None) -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # what a benchmark prints is no answer
     here = str(pathlib.Path(__file__).parent)
     sys.path[:] = [path for path in sys.path if path != here]  # whose modules have names of packages, such as kernels
-    import torch
-
     cases = {str(case): case for case in importlib.import_module(f"benchmarks.benchmark_{family}").cases("cuda")}
     if name is None:
         print(json.dumps(list(cases)), file=answers)
         return
+    import torch
+
     call = cases[name].providers()["flash_attn"]
     for _ in range(2):  # the first compiles and chooses
         call()

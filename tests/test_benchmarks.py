@@ -284,22 +284,44 @@ def test_rerun_measures_every_family(tmp_path, monkeypatch, capsys):
     assert "FAMILY: must be of flash_attn, " in capsys.readouterr().err
 
 
-def test_modules_of_one_tree_are_not_those_of_another(tmp_path):
+OTHER_TREE = {
+    "__init__.py": "",
+    "harness.py": "def time_ms(functions, device, seconds): return {name: [1.0] for name in functions}",
+    "benchmark_paths.py": "import sys\ncases = lambda device: sys.path",
+    "benchmark_rotary.py": """
+class Case(str):
+    def providers(self):
+        return {"flash_attn": None}
+
+def cases(device):
+    for shape in ("1x128x4x64x64", "64x1x32x128x128"):
+        yield from (Case(f"rotary_fwd/{shape} {order}/bf16") for order in ("halves", "interleaved"))
+""",
+}
+
+
+@pytest.fixture
+def other_tree(tmp_path):
+    """The path of a tree with some of the cases of this one, whose processes start at once: they need no PyTorch."""
+    folder = tmp_path / "other"
+    (folder / "benchmarks").mkdir(parents=True)
+    for name, text in OTHER_TREE.items():
+        (folder / "benchmarks" / name).write_text(text)
+    return str(folder)
+
+
+def test_modules_of_one_tree_are_not_those_of_another(other_tree):
     """A worker finds the benchmarks of its tree, and not the folder of this one, whose kernels.py hides a package."""
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "benchmarks" / "harness.py").write_text("time_ms = None")
-    (tmp_path / "benchmarks" / "benchmark_paths.py").write_text("import sys\ncases = lambda device: sys.path")
-    with trees.Worker(tmp_path, "paths", "cpu", 0).process as process:
+    with trees.Worker(pathlib.Path(other_tree), "paths", "cpu", 0).process as process:
         said, _ = process.communicate("\n")
-    assert str(tmp_path) in json.loads(said) and str(pathlib.Path(trees.__file__).parent) not in json.loads(said)
+    assert other_tree in json.loads(said) and str(pathlib.Path(trees.__file__).parent) not in json.loads(said)
 
 
-def test_trees_take_turns(tmp_path, monkeypatch, capsys):
-    """Each of two trees, here the same one, is measured in a process of its own."""
+def test_trees_take_turns(other_tree, tmp_path, monkeypatch, capsys):
+    """Each of two trees is measured in a process of its own."""
     root, rows = str(RESULTS.parents[1]), tmp_path / "rows.csv"
     options = ["--device=cpu", "--rounds=2", "--seconds=0", f"--csv={rows}"]
-    monkeypatch.setattr(sys, "argv", ["", root, root, "rotary", "rotary_fwd/1x128x4x64x64 */bf16", *options])
+    monkeypatch.setattr(sys, "argv", ["", root, other_tree, "rotary", "rotary_fwd/1x128x4x64x64 */bf16", *options])
     trees.main()
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and all(
@@ -307,10 +329,10 @@ def test_trees_take_turns(tmp_path, monkeypatch, capsys):
     )
     with rows.open(newline="") as file:
         head, *measured = csv.reader(file)
-    assert head == ["case", "round", root, root] and [row[1] for row in measured] == ["0", "1"] * 2
-    assert all(float(time) > 0 for row in measured for time in row[2:])
+    assert head == ["case", "round", root, other_tree] and [row[1] for row in measured] == ["0", "1"] * 2
+    assert all(float(row[2]) > 0 and float(row[3]) == 1 for row in measured)
 
-    monkeypatch.setattr(sys, "argv", ["", root, "rotary", "nothing", *options])
+    monkeypatch.setattr(sys, "argv", ["", other_tree, "rotary", "nothing", *options])
     with pytest.raises(SystemExit, match="no case that all trees have matches 'nothing'"):
         trees.main()
     monkeypatch.setattr(sys, "argv", ["", root, str(tmp_path), "rotary", "*", *options])
@@ -358,9 +380,9 @@ def fake_ncu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_counts_of_two_trees_and_stalls(fake_ncu, tmp_path, monkeypatch, capsys):
+def test_counts_of_two_trees_and_stalls(fake_ncu, other_tree, tmp_path, monkeypatch, capsys):
     root, case = str(RESULTS.parents[1]), "rotary_fwd/64x1x32x128x128 halves/bf16"
-    monkeypatch.setattr(sys, "argv", ["", root, root, "rotary", case, "--stalls", "main"])
+    monkeypatch.setattr(sys, "argv", ["", root, other_tree, "rotary", case, "--stalls", "main"])
     counts.main()
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(
@@ -371,28 +393,31 @@ def test_counts_of_two_trees_and_stalls(fake_ncu, tmp_path, monkeypatch, capsys)
     assert re.fullmatch(r" 39.9%     2 from MOV R1, R2 +  x 8: wait 12.1%, mio 8.1%", before)
     assert re.fullmatch(r" 59.9%     3 from BAR.SYNC 0x1 +  x 8: wait 18.1%, mio 12.1%", after)
     assert report == f"report: {tmp_path}/stalls_0_rotary_fwd_64x1x32x128x128_halves_bf16.ncu-rep"
-    assert said[5:9] == said[:4] and said[9] == report.replace("stalls_0", "stalls_1") and len(said) == 10
+    assert (
+        said[5:9] == [line.replace(root, other_tree) for line in said[:4]]
+        and said[9] == report.replace("stalls_0", "stalls_1")
+        and len(said) == 10
+    )
 
-    monkeypatch.setattr(sys, "argv", ["", root, "rotary", case, "--stalls", "other"])
+    monkeypatch.setattr(sys, "argv", ["", other_tree, "rotary", case, "--stalls", "other"])
     with pytest.raises(SystemExit, match=r"no kernel of rotary_fwd.* matches 'other'(.|\n)*No kernels were profiled"):
         counts.main()
 
 
-def test_counts_of_what_is_not_there(fake_ncu, tmp_path, monkeypatch, capsys):
-    root = str(RESULTS.parents[1])
-    monkeypatch.setattr(sys, "argv", ["", root, "rotary", "nothing"])
+def test_counts_of_what_is_not_there(fake_ncu, other_tree, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", other_tree, "rotary", "nothing"])
     with pytest.raises(SystemExit, match="no case that all trees have matches 'nothing'"):
         counts.main()
     for args, expected in (
         ([str(tmp_path), "rotary", "*"], "TREE: must have benchmarks/benchmark_rotary.py, found"),
-        ([root, "rotari", "*"], "TREE: must have benchmarks/benchmark_rotari.py, found"),
+        ([other_tree, "rotari", "*"], "TREE: must have benchmarks/benchmark_rotari.py, found"),
     ):
         monkeypatch.setattr(sys, "argv", ["", *args])
         with pytest.raises(SystemExit):
             counts.main()
         assert expected in capsys.readouterr().err
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "argv", ["", root, "rotary", "*"])
+    monkeypatch.setattr(sys, "argv", ["", other_tree, "rotary", "*"])
     with pytest.raises(SystemExit):
         counts.main()
     assert "ncu, of CUDA's Nsight Compute, is not on the PATH" in capsys.readouterr().err

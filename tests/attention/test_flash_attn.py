@@ -717,7 +717,7 @@ def test_ops_refuse_keys_and_values_of_different_shapes(device):
     q, k, v, _ = Case().tensors(device)
     for wrong in (v[:, :-1], v[:, :, :2], v[:1]):
         for call in (torch.ops.flash_attn.fwd, torch.ops.flash_attn.fwd_kvcache):
-            with pytest.raises((ValueError, RuntimeError), match=r"k must have q's head_dim.*, and v .*k"):
+            with pytest.raises((ValueError, RuntimeError), match=r"k must have the head_dim of q.*, and v .*k"):
                 call(q, k, wrong, 0.1, -1, -1)
 
 

@@ -69,6 +69,10 @@ class Case:
     config: Callable
     model: Callable = transformers.AutoModelForCausalLM.from_config
 
+    def ours(self):
+        """The GPT2Config of our model."""
+        return find_family(name=self.family).to_gpt2_config(self.config())
+
     def build(self):
         """(configuration, reference with random weights, GPT2Config of ours)."""
         config = self.config()

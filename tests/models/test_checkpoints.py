@@ -527,7 +527,7 @@ def test_a_configuration_that_does_not_fit(folder):
         GPTLMHeadModel.from_config(transformers.BertConfig())
     (path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"family must be given, as neither config\.json nor the name says which"):
-        GPTLMHeadModel.from_pretrained(path, CASES["llama"].build()[2])
+        GPTLMHeadModel.from_pretrained(path, CASES["llama"].ours())
     GPTLMHeadModel.from_pretrained(path, CASES["llama"].config())
 
 

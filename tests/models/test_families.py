@@ -1,6 +1,7 @@
 """Every family: logits as those of transformers' model, state dicts there and back, tensor parallel parts."""
 
 import copy
+import functools
 import importlib
 
 import pytest
@@ -47,7 +48,7 @@ FUSED = dict(fused_bias_fc=True, fused_dropout_add_ln=True, use_flash_attn=True)
 def test_logits_of_fused_layers_and_padded_vocabulary(name):
     """The options that people turn on for speed change nothing."""
     case = CASES[name]
-    config, _, gpt2_config = case.build()
+    gpt2_config = case.ours()
     prenorm = getattr(gpt2_config, "prenorm", True)
     options = FUSED | dict(pad_vocab_size_multiple=40, residual_in_fp32=prenorm)
     if gpt2_config.activation_function in ("gelu_new", "relu", "gelu_pytorch_tanh"):
@@ -108,14 +109,21 @@ def test_loss_and_gradients(name, padding):
             assert (found[key] - parameter.grad).abs().max() < 1e-4 * scale, key
 
 
+@functools.cache
+def state_dict_of(name):
+    """The tensors of a reference, in every test the same ones: nobody may change them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return dict(CASES[name].build()[1].state_dict())
+
+
 @pytest.mark.parametrize("padding", [1, 40])
 @pytest.mark.parametrize("name", SMALL)
 def test_state_dict_there_and_back(name, padding):
     case = CASES[name]
-    _, reference, gpt2_config = case.build()
+    theirs, gpt2_config = state_dict_of(name), case.ours()
     gpt2_config.pad_vocab_size_multiple = padding
     keys = find_family(name=case.family).keys
-    theirs = dict(reference.state_dict())
     ours = keys.remap(dict(theirs), gpt2_config)
     assert set(ours) == set(GPTLMHeadModel(gpt2_config, device="meta").state_dict())
     back = keys.invert(ours, gpt2_config)
@@ -133,9 +141,9 @@ def test_state_dict_there_and_back(name, padding):
 @pytest.mark.parametrize("name", SMALL)
 def test_parts_of_a_state_dict(name):
     """Each process has the tensors of the module that it has, and all together have all."""
-    _, reference, gpt2_config = CASES[name].build()
+    gpt2_config = CASES[name].ours()
     gpt2_config.pad_vocab_size_multiple = 8
-    whole = find_family(name=CASES[name].family).keys.remap(dict(reference.state_dict()), gpt2_config)
+    whole = find_family(name=CASES[name].family).keys.remap(dict(state_dict_of(name)), gpt2_config)
     for world_size in (1, 2, 4):
         if world_size > 1 and getattr(gpt2_config, "qk_norm_over_heads", False):
             with pytest.raises(ValueError, match=r"config.qk_norm_over_heads must be False with several processes"):
@@ -156,8 +164,8 @@ def test_parts_of_a_state_dict(name):
 def test_functions_by_name(name):
     """Each family has functions under the names that people import."""
     module = importlib.import_module(f"flash_attn.models.{'gpt' if name == 'gpt2' else name}")
-    _, reference, gpt2_config = next(case for case in CASES.values() if case.family == name).build()
-    keys, theirs = find_family(name=name).keys, dict(reference.state_dict())
+    case = next(each for each in CASES if CASES[each].family == name)
+    keys, theirs, gpt2_config = find_family(name=name).keys, state_dict_of(case), CASES[case].ours()
     ours = getattr(module, f"remap_state_dict_hf_{name}")(dict(theirs), gpt2_config)
     expected = keys.remap(dict(theirs), gpt2_config)
     assert ours.keys() == expected.keys() and all(torch.equal(ours[key], x) for key, x in expected.items())
@@ -171,7 +179,7 @@ def test_functions_by_name(name):
 @pytest.mark.same_on_cpu("dtype")
 def test_16_bits(name, dtype, device):
     """The error is at most three times that of the reference in the same dtype."""
-    prenorm = getattr(CASES[name].build()[2], "prenorm", True)
+    prenorm = getattr(CASES[name].ours(), "prenorm", True)
     config, reference, ours = converted(CASES[name], **FUSED, residual_in_fp32=prenorm)
     reference, ours, ids = reference.to(device), ours.to(device, dtype), ids_of(config, device=device)
     with torch.no_grad():

@@ -609,6 +609,7 @@ BY_LENGTH = [LONGROPE, dict(rope_type="dynamic", factor=3.0, original_max_positi
 
 
 @pytest.mark.parametrize("scaling", BY_LENGTH, ids=lambda scaling: scaling["rope_type"])
+@torch.no_grad()  # which leaves the graphs without a backward
 def test_frequencies_by_length(scaling):
     """They do not depend on the calls before, compiled or not; a cache has those of the length that it has room for."""
     model, x = rope_model(**scaling), ids(seqlen=20)

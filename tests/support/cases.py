@@ -113,12 +113,19 @@ def cover(factors, *, valid=lambda row: True, seed=0):
     `valid(row)` says whether a complete row is allowed; a pair that no valid row was found for is left out.
     """
     rng, rows = random.Random(seed), []
+    sizes = [(name, len(values), len(values).bit_length()) for name, values in factors.items()]
 
     def first_valid(completions):
         return next((row for row in completions if valid(_values(row, factors))), None)
 
-    def drawn(pair):
-        return {name: rng.randrange(len(values)) for name, values in factors.items()} | dict(pair)
+    def drawn(pair, draw=rng.getrandbits):
+        row = {}
+        for name, size, bits in sizes:  # as rng.randrange(size) draws, in a third of the time
+            while (i := draw(bits)) >= size:
+                pass
+            row[name] = i
+        row.update(pair)
+        return row
 
     pairs = [pair for names in itertools.combinations(factors, 2) for pair in _index_pairs(names, factors)]
     found = {pair: first_valid(drawn(pair) for _ in range(1000)) for pair in pairs}

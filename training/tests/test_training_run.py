@@ -35,12 +35,12 @@ FOLDERS = {  # of a run, below logs/
 }
 
 
-def in_a_process(folder, *arguments):
+def in_a_process(folder, *arguments, status=0):
     """The output of `python run.py` started in this folder."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(ROOT / "training" / "run.py"), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.returncode == status, done.stderr[-5000:]
     return done.stdout + done.stderr
 
 
@@ -85,9 +85,8 @@ def test_a_text_is_learned(tmp_path, here, capfd):
         "train.global_batch_size=8",
     ]
 
-    said = in_a_process(
-        tmp_path, *arguments, "trainer.accelerator=cpu", "trainer.max_steps=60", "train.scheduler.t_initial=70"
-    )
+    here("trainer.max_steps=60", "train.scheduler.t_initial=70", of_run=arguments)
+    said = "".join(capfd.readouterr())
     losses = [row for row in metrics(tmp_path / "logs") if "val/loss" in row]
     assert losses[-1]["val/loss"] < unigram and "Test metric" in said
     assert losses[-1]["val/ppl"] == pytest.approx(math.exp(losses[-1]["val/loss"]))
@@ -280,6 +279,12 @@ def test_nothing_is_asked_for(here, monkeypatch, capfd):
     with pytest.raises(SystemExit):
         run.main()
     assert "run=train needs model, found none: give experiment=..." in capfd.readouterr().err
+
+
+def test_the_file_is_a_program(tmp_path):
+    """Which says what is wrong before it imports PyTorch, if it can."""
+    said = in_a_process(tmp_path, "model=null", status=1)
+    assert said.startswith("model must be the name of an option, found null; ~model") and "Traceback" not in said
 
 
 def test_what_cannot_be_resumed(tmp_path, here, capfd):

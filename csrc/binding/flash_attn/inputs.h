@@ -84,7 +84,7 @@ inline void check_inputs(const Inputs& x) {
                     "'s head_dim must be between 1 and ", flash_attn::kMostHeadDim, ", found ", x->head_dim);
   }
   STD_TORCH_CHECK(k.head_dim == q.head_dim && v.heads == k.heads && v.seqlen == k.seqlen && v.batch == k.batch,
-                  "k must have q's head_dim ", q.head_dim, ", and v the shape of k, but for its head_dim");
+                  "k must have the head_dim of q, ", q.head_dim, ", and v the other sizes of k");
   STD_TORCH_CHECK(q.heads == k.heads || (k.heads > 0 && q.heads % k.heads == 0),
                   "k must have a number of heads that divides q's ", q.heads, ", found ", k.heads);
 }
