@@ -106,7 +106,9 @@ class Batch:
                 *(x[None].to(dtype) for x in (q[span], k[b], v[b])),
                 causal=bool(causal[b]),
                 alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[b],
-                seen=None if ranges is None else oracle.intervals(self.rows[b], self.keys[b], ranges[:, span]),
+                seen=None
+                if ranges is None
+                else oracle.intervals(self.rows[b], self.keys[b], ranges[:, span], device=q.device),
                 **options,
             )
             out[span], lse[:, span] = own[0], own_lse[0]
