@@ -602,12 +602,20 @@ def test_rows_beyond_two_to_the_31_elements(device, memory_guard):
 @pytest.mark.slow
 @pytest.mark.cuda
 @pytest.mark.parametrize("page", [16, 256])
-def test_pages_beyond_two_to_the_31_elements(page, device, memory_guard):
+@pytest.mark.parametrize("seqlen_q", [2, 40], ids=["decoding", "more rows"])
+def test_pages_beyond_two_to_the_31_elements(seqlen_q, page, device, memory_guard):
     heads, head_dim = 8, 128
     num_pages = 2**31 // (page * heads * head_dim) + 5000
     memory_guard(2 * 2 * num_pages * page * heads * head_dim)
     case = CacheCase(
-        seqlen_q=2, seqlen_k=600, seqlen_new=2, heads=heads, heads_k=heads, head_dim=head_dim, page=page, causal=True
+        seqlen_q=seqlen_q,
+        seqlen_k=600,
+        seqlen_new=2,
+        heads=heads,
+        heads_k=heads,
+        head_dim=head_dim,
+        page=page,
+        causal=True,
     )
     arguments, far = case.arguments(device), case.arguments(device)
     moved = num_pages - 1 - far["block_table"]
