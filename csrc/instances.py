@@ -73,14 +73,10 @@ UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
     )
 }
 SERVING = {  # in tiles of 128 rows, and of 64 where there are few
-    f"flash_attn_serving_sm90_{dtype}_{dims.replace(', ', '_')}_{name}{'_few' * few}": _flash_attn(
-        "fwd_sm90",
-        f"run_fwd_serving<{TYPES[dtype]}, {dims.split(', ')[0]}, {features}, {str(few).lower()}, {dims.split(', ')[-1]}>",
-        "ServingParams",
+    f"flash_attn_serving_sm90_{dtype}_128_{name}{'_few' * few}": _flash_attn(
+        "fwd_sm90", f"run_fwd_serving<{TYPES[dtype]}, 128, {features}, {str(few).lower()}, 128>", "ServingParams"
     )
-    for dtype, (name, features), dims, few in itertools.product(
-        TYPES, PORTABLE_FEATURES.items(), (*map(str, HEAD_DIMS), "192, 128"), (False, True)
-    )
+    for dtype, (name, features), few in itertools.product(TYPES, PORTABLE_FEATURES.items(), (False, True))
 }
 DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(

@@ -32,13 +32,14 @@ struct DecodeKernel {
   static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
 };
 
-// Serving instances of fwd_sm90. Dropout, biases and out_lo are for training, and not theirs.
+// Serving instances of fwd_sm90, which are compiled for 128 channels. Dropout, biases and out_lo are for training, and
+// not theirs.
 struct ServingKernel {
   static constexpr Features kInstances[] = {Features::kPlain, Features::kAll};
 
   static bool takes(const FwdParams& p) {
     return p.aligned && p.problem.rng_state == nullptr && !has_bias(p.problem) && p.out_lo.data == nullptr &&
-           p.row_max == nullptr && p.problem.head_dim <= 256 && p.problem.head_dim_v <= 256;
+           p.row_max == nullptr && head_dims(p.problem) == HeadDims{128, 128};
   }
   static bool takes(Features instance, const FwdParams& p) {
     return instance == Features::kAll || (is_plain(p) && !has_ranges(p.problem));
