@@ -73,13 +73,15 @@ UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
     )
 }
 SERVING = {  # in tiles of 128 rows, and of 64 where there are few
-    f"flash_attn_serving_sm90_{dtype}_{dims.replace(', ', '_')}_{name}{'_few' * few}": _flash_attn(
-        "fwd_sm90",
-        f"run_fwd_serving<{TYPES[dtype]}, {dims.split(', ')[0]}, {features}, {str(few).lower()}, {dims.split(', ')[-1]}>",
-        "ServingParams",
+    f"flash_attn_serving_sm90_{dtype}_{head_dim}{f'_{head_dim_v}' * (head_dim_v < head_dim)}_{name}{'_few' * few}": (
+        _flash_attn(
+            "fwd_sm90",
+            f"run_fwd_serving<{TYPES[dtype]}, {head_dim}, {features}, {str(few).lower()}, {head_dim_v}>",
+            "ServingParams",
+        )
     )
-    for dtype, (name, features), dims, few in itertools.product(
-        TYPES, PORTABLE_FEATURES.items(), (*map(str, HEAD_DIMS), "192, 128"), (False, True)
+    for dtype, (name, features), (head_dim, head_dim_v), few in itertools.product(
+        TYPES, PORTABLE_FEATURES.items(), (*zip(HEAD_DIMS, HEAD_DIMS), (192, 128)), (False, True)
     )
 }
 DMASK = {
