@@ -137,9 +137,7 @@ def dense(row, q, device):
     (_, rows, keys), *_ = row.entries
     if row.window >= 0:
         return {}
-    k, v = (
-        torch.randn(len(q), keys, row.heads_k, row.head_dim, device=device, dtype=q.dtype) for _ in range(2)
-    )
+    k, v = (torch.randn(len(q), keys, row.heads_k, row.head_dim, device=device, dtype=q.dtype) for _ in range(2))
     functions = {"dense": lambda: flash_attn_func(q, k, v, causal=True)} if rows >= 128 else {}
     if rows == 1:  # where SDPA's causal mask, which begins at the first key, would hide nothing
         theirs = [x.transpose(1, 2) for x in (q, k, v)]

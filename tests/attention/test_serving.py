@@ -332,6 +332,7 @@ def assert_same_bits(found, expected):
     assert all(map(identical, found, expected))
 
 
+@pytest.mark.same_on_cpu("batch")
 @pytest.mark.parametrize("page", [1, 8, 48, 256])
 @pytest.mark.parametrize("batch", params(PLACED))
 def test_slots_and_pages_of_no_entry_may_hold_anything(batch, page, device):
@@ -393,6 +394,7 @@ UNALIGNED = {
 }
 
 
+@pytest.mark.same_on_cpu("batch")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", params(PLACED))
 def test_any_aligned_layout_gives_the_same_bits(batch, layout, device):

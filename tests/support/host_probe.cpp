@@ -129,12 +129,11 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
     const KeySplits splits = decoding ? decoding->splits : on_sm80 ? on_sm80->splits : KeySplits{};
     const FwdSm90Plan order = on_sm90 ? *on_sm90 : FwdSm90Plan{};
     const auto* serving = std::get_if<ServingPlan>(&choice.plan);
-    answer(plan, {static_cast<int64_t>(choice.plan.index()), out, softmax, records, counters,
-                  tiling.packed_heads.value, tiling.slots.value, tiling.tiles.value,
-                  serving ? serving->num_splits : splits.count, splits.least_n_blocks, decoding ? decoding->warps : 0,
-                  serving ? serving->blocks : order.blocks, order.swizzle.heads.value, order.swizzle.tiles.value,
-                  order.wide, serving ? serving->warpgroups : 0, serving && serving->even,
-                  serving ? serving->slots.count : 0});
+    answer(plan, {static_cast<int64_t>(choice.plan.index()), out, softmax, records, counters, tiling.packed_heads.value,
+                  tiling.slots.value, tiling.tiles.value, serving ? serving->num_splits : splits.count,
+                  splits.least_n_blocks, decoding ? decoding->warps : 0, serving ? serving->blocks : order.blocks,
+                  order.swizzle.heads.value, order.swizzle.tiles.value, order.wide, serving ? serving->warpgroups : 0,
+                  serving && serving->even, serving ? serving->slots.count : 0});
   });
 }
 
