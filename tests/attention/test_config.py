@@ -698,12 +698,12 @@ def test_serving_plan(host):
         assert plan.even == (one_tile and problem.num_splits == 0)
         if problem.num_splits == 0:
             assert plan.num_splits == 0
-            assert plan.piece_slots == (2 if plan.even else 7) * plan.blocks
+            assert plan.piece_slots == (2 if plan.even else 6) * plan.blocks
         else:
-            fits = plan.tiles * problem.num_splits <= 2**14
+            fits = plan.tiles * problem.num_splits <= 2**13
             assert plan.num_splits == problem.num_splits if fits else 1 <= plan.num_splits <= problem.num_splits
             assert plan.piece_slots == (plan.tiles * plan.num_splits if plan.num_splits > 1 else 0)
-            assert plan.piece_slots <= 2**14
+            assert plan.piece_slots <= 2**13
         assert plan.scratch_out == plan.piece_slots * rows * 128
         assert plan.scratch_softmax == plan.piece_slots * rows * 2
         assert plan.scratch_records == plan.piece_slots * 9

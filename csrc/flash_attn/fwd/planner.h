@@ -293,10 +293,12 @@ inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
   return hints.longest_k >= kManyKeys && (!suits_sm90(p, hints) || (packs && hints.longest_k >= 4 * hints.longest_q));
 }
 
-// The scratch is bounded by the number of thread blocks, whatever the lengths: choose_piece in work_list.cuh makes at
-// most 4 n_blocks / pieces of them .. hence at most 4 * 5 / 3 slots for each block, and equal shares two.
+// The scratch is bounded by the number of thread blocks, whatever the lengths. With equal shares, a thread block has
+// two pieces that are not whole tiles. Else a piece has at least 1/4 of a thread block's n_blocks (choose_piece in
+// work_list.cuh), and only tiles of more than 1.5 pieces are cut, into less than 1.5 times as many pieces as they are
+// long: so there are less than 6 pieces for each thread block.
 inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
-  constexpr int64_t kMostSlots = 1 << 14;
+  constexpr int64_t kMostSlots = 1 << 13;
   const Problem& problem = p.problem;
   const int head_dim_v = ServingKernel::head_dims(problem).of_values, group = problem.heads / problem.heads_k;
   const bool few_rows = heads_to_pack(problem, hints.longest_q, 64, true) * hints.longest_q <= 64;
@@ -314,7 +316,7 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
                    .num_splits = hints.num_splits,
                    .blocks = blocks,
                    .slots = {}};
-  int64_t slots = plan.even ? 2 * blocks : 7 * blocks;
+  int64_t slots = plan.even ? 2 * blocks : 6 * blocks;
   if (hints.num_splits > 0) {
     const int64_t tiles = std::max(1, num_tiles(tiling));
     plan.num_splits = static_cast<int>(std::clamp<int64_t>(kMostSlots / tiles, 1, hints.num_splits));
