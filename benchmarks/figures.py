@@ -20,6 +20,8 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "flash_attn level 1": ("this library, checkpoint_lvl=1", "#666666", "s", "xx"),
     "flash_attn level 2": ("this library, checkpoint_lvl=2", "#999999", "p", ".."),
     "flash_attn apart": ("this library, layers apart", "#bbbbbb", "h", "oo"),
+    "dense": ("this library, keys in one tensor", "#bbbbbb", "h", "oo"),
+    "varlen": ("this library, packed queries", "#666666", "s", "xx"),
     "padded": ("this library, values padded to the width of keys", "#bbbbbb", "h", "oo"),
     "two_passes": ("this library, in two passes", "#bbbbbb", "h", "oo"),
     "exact": ("this library, exact gradients", "#666666", "s", "xx"),
