@@ -5,7 +5,7 @@
 //   kWarps                  how many warps of the producer's warpgroup take part
 //   copies(), publishes()   whether the calling thread copies; whether it is the one that hands out work
 //   Keys, keys_of(work)     where the keys of a tile lie
-//   Block, block_of(keys)   where those of an n_block lie, asked for long before they are loaded
+//   Block, block_of(keys, n_block)  where those of an n_block lie, asked for long before they are loaded
 //   load_q, load_k, load_v  wait for an empty stage and start the copy of a tile to it
 //   wait_empty              how it waits
 #pragma once
