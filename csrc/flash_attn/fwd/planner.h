@@ -293,10 +293,10 @@ inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
   return hints.longest_k >= kManyKeys && (!suits_sm90(p, hints) || (packs && hints.longest_k >= 4 * hints.longest_q));
 }
 
-// The scratch is bounded by the number of thread blocks, whatever the lengths. With equal shares, a thread block has
-// two pieces that are not whole tiles. Else a piece has at least 1/4 of a thread block's n_blocks (choose_piece in
-// work_list.cuh), and only tiles of more than 1.5 pieces are cut, into less than 1.5 times as many pieces as they are
-// long: so there are less than 6 pieces for each thread block.
+// Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.
+// With equal shares, a thread block has two pieces that are not whole tiles. Else a piece has at least 1/4 of a thread
+// block's n_blocks (choose_piece in work_list.cuh), and only tiles of more than 1.5 pieces are cut, into less than 1.5
+// times as many pieces as they are long: so there are less than 6 pieces for each thread block.
 inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
   constexpr int64_t kMostSlots = 1 << 13;
   const Problem& problem = p.problem;

@@ -1,4 +1,4 @@
-// Partial results of pieces of keys: how serving instances of fwd_sm90 leave them. merge.cu puts them together.
+// Partial results of pieces of keys: how serving instances of fwd_sm90 leave them. merge.cuh puts them together.
 #pragma once
 
 #include <cmath>
