@@ -96,7 +96,6 @@ struct FwdParams {
   TensorRef<const void> k;  // (batch, seqlen_k, heads_k, head_dim); packed likewise; or (pages, page_size, heads_k, ..)
   TensorRef<const void> v;  // like k, with head_dim_v channels
   Pages pages;
-  int64_t entries_k;   // of the batch dimension of k and v, or how many pages there are
   TensorRef<> out;     // like q, with head_dim_v channels
   TensorRef<> out_lo;  // what rounding has taken off out, rounded too, with out's strides; data is null if not wanted
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q); may be null

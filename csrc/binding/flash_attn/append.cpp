@@ -31,7 +31,8 @@ void set_rotation(Append& append, const Tensor& q, const CacheOptions& options) 
   p.interleaved = options.rotary_interleaved;
 }
 
-// Of lengths that only the device knows, the kernel takes care (has_table_row).
+// Checks that the rotary tables have enough rows. Where only the device knows the lengths, the kernel checks
+// (has_table_row).
 void check_table_rows(const AppendParams& p, int64_t num_queries) {
   if (p.problem.seqused_k) return;
   const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? num_queries : 1);

@@ -26,7 +26,7 @@ using flash_attn::BwdHints;
 using flash_attn::BwdParams;
 using flash_attn::Problem;
 
-// What the forward was given and what it gave.
+// The inputs of the forward and its results.
 struct Forward {
   const Tensor& q;
   OptionalTensor k, v;

@@ -49,7 +49,6 @@ FwdCall kvcache_call(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
 
   FwdParams p{.problem = problem_of(q, x, batch, options), .q = x.q.ref, .k = x.k.ref, .v = x.v.ref};
   p.pages = set_pages(p.problem, options.block_table, q, x.k.seqlen);
-  p.entries_k = x.k.batch;
   set_lengths(p.problem, options, q);
   const int64_t longest_k = options.cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
   return {.p = p,

@@ -30,7 +30,7 @@ namespace flash::flash_attn {
 constexpr int kMostSplits = 16;
 constexpr int kStepsOfBlock = 3, kStepsOfSum = 5, kChannelsOfStep = 24;
 
-// What the time of a call depends on.
+// The sizes from which the time of a call is estimated.
 struct SplitProblem {
   int64_t n_blocks;  // of all key heads and entries
   int64_t m_blocks;  // of a query head: the most that see an n_block

@@ -36,7 +36,7 @@ struct BwdSm90Kernel {
     return params.aligned && !empty;
   }
 
-  // Of a problem whose rows are aligned.
+  // The problem's rows must be aligned (takes_any).
   static bool takes(Features instance, const Problem& p) {
     if (instance == Features::kAll) return true;
     if (!has_plain_products(p) || head_dims(p).of_keys > kMostPlainBwdHeadDim) return false;

@@ -145,7 +145,7 @@ inline int64_t key_sums_size(const Problem& p, int splits) {
   return 2 * keys * splits * instance_on_sm90(p);
 }
 
-// What bwd/cost_model.h looks at. Key ranges may be those of a causal mask.
+// The problem as the cost model sees it: key ranges count as a causal mask does.
 inline SplitProblem split_problem(const Problem& p, const BwdHints& hints) {
   const int head_dim = instance_on_sm90(p), keys = head_dim > 256 ? 64 : 128;
   const int tile_rows = bwd_sm90_tile(head_dim, instance_for<BwdSm90Kernel>(p)).rows;

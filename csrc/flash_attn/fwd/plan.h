@@ -86,19 +86,11 @@ struct PieceSlots {
   int* used = nullptr;             // (count), 1 where there is a piece; found and left as zeros
 };
 
-// How far apart rows of q, k or v are, in units of so many bytes that the offset of a row fits 32 bits.
-struct RowStrides {
-  uint32_t unit = 0;   // a power of two, of bytes
-  uint32_t outer = 0;  // from head to head of q; from page to page, or entry to entry, of k and v
-  uint32_t inner = 0;  // from token to token
-};
-
 // A plan of fwd_sm90 for inference: keys gathered from pages, packed heads, and pieces of keys. Which piece of which
 // tile comes next is read from the lengths, on the device (fwd_serving/work_list.cuh).
 struct ServingPlan {
   using Kernel = ServingKernel;
   Tiling tiling;
-  RowStrides strides_q, strides_k, strides_v;
   int warpgroups = 2;  // consumers, of 64 rows each
   bool even = false;   // each thread block takes an equal share of all n_blocks; else it takes pieces from a counter
   int num_splits = 0;  // pieces of a tile, if not `even`; 0: as many as occupy the GPU

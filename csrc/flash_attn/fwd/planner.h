@@ -261,33 +261,12 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Serving: pages, few rows over many keys, mixed batches
 
-// Strides in elements of 2 bytes that are multiples of 16 bytes, as RowStrides.
-inline RowStrides row_strides(int64_t outer, int64_t inner) {
-  int64_t unit = 256;
-  while (2 * outer % unit != 0 || 2 * inner % unit != 0) unit /= 2;
-  return {static_cast<uint32_t>(unit), static_cast<uint32_t>(2 * outer / unit),
-          static_cast<uint32_t>(2 * inner / unit)};
-}
-
-// Whether the offsets of all rows fit 32 bits: always but in pools of keys of more than 64 GB, or 1 TB where rows start
-// at multiples of 256 bytes.
-inline bool has_row_strides(const FwdParams& p) {
-  const Problem& problem = p.problem;
-  const auto fits = [](int64_t outer_size, int64_t outer, int64_t inner_size, int64_t inner) {
-    const int64_t unit = row_strides(outer, inner).unit;
-    return (outer_size * outer + inner_size * inner) * 2 / unit <= std::numeric_limits<uint32_t>::max();
-  };
-  const int64_t rows_k = has_pages(p) ? p.pages.page_size.value : problem.seqlen_k;
-  return fits(problem.heads, p.q.heads, problem.seqlen_q, p.q.seqlen) &&
-         fits(p.entries_k, p.k.batch, rows_k, p.k.seqlen) && fits(p.entries_k, p.v.batch, rows_k, p.v.seqlen);
-}
-
 // Whether a serving instance takes a problem. Those find pages, pack heads and cut keys into pieces, which fwd_sm90 for
 // dense tensors does not.
 inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
   constexpr int kManyKeys = 512;
   const Problem& problem = p.problem;
-  if (!hints.has_sm90 || !ServingKernel::takes(p) || problem.capacity_k == 0 || !has_row_strides(p)) return false;
+  if (!hints.has_sm90 || !ServingKernel::takes(p) || problem.capacity_k == 0) return false;
   if (has_pages(p)) return true;
   const bool packs = heads_to_pack(problem, hints.longest_q, 128) > 1;
   return hints.longest_k >= kManyKeys && (!suits_sm90(p, hints) || (packs && hints.longest_k >= 4 * hints.longest_q));
@@ -308,9 +287,6 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
   const bool one_m_block = hints.longest_q * packed_heads <= tile_rows && packed_heads == group;
   const int blocks = std::max(1, hints.multiprocessors);
   ServingPlan plan{.tiling = tiling,
-                   .strides_q = row_strides(p.q.heads, p.q.seqlen),
-                   .strides_k = row_strides(p.k.batch, p.k.seqlen),
-                   .strides_v = row_strides(p.v.batch, p.v.seqlen),
                    .warpgroups = tile_rows / 64,
                    .even = hints.num_splits == 0 && one_m_block,
                    .num_splits = hints.num_splits,

@@ -15,9 +15,7 @@
 #include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/sequence.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/shared.cuh"
@@ -44,13 +42,8 @@ struct GatherSource {
   Shared& shared;
   RingCursor<Config::kQueryStages> q_at;
   RingCursor<Config::kStages> k_at, v_at;
-  const bool is_whole, is_whole_v;  // whether rows of q and k, or of v, have all channels of the instance
 
-  __device__ GatherSource(const ServingLaunch& launch, Shared& shared)
-      : p(launch.params),
-        shared(shared),
-        is_whole(p.problem.head_dim == Config::kHeadDim),
-        is_whole_v(p.problem.head_dim_v == Config::kHeadDimV) {}
+  __device__ GatherSource(const ServingLaunch& launch, Shared& shared) : p(launch.params), shared(shared) {}
 
   __device__ static bool copies() { return true; }
   __device__ static bool publishes() { return threadIdx.x % kWarpgroup == 0; }
@@ -65,13 +58,7 @@ struct GatherSource {
             .head = work.tile.key_head};
   }
 
-  template <int kStages>
-  __device__ static void wait_empty(const Ring<kStages>& ring, const RingCursor<kStages>& at) {
-    ring.wait_empty(at);
-  }
-
-  // The rows of a tile that a lane copies its part of. Offsets of rows are exchanged before the first copy, and before
-  // the wait for an empty stage, so that copies wait for nothing else.
+  // The rows of a tile that a lane copies its part of.
   template <typename Tile>
   struct Rows {
     static constexpr int kRows = Tile::kRows / kWarps, kLanes = Tile::kPageChunks, kStep = 32 / kLanes;
@@ -83,20 +70,19 @@ struct GatherSource {
     __device__ static int row() { return lane_id() / kLanes; }
     __device__ static int chunk() { return lane_id() % kLanes; }
 
-    // own, exists: where the row of the warp's that has the lane's number starts, in units behind `start`; and whether
-    // there is such a row. If not, it becomes zeros.
-    __device__ Rows(const void* start, uint32_t unit, uint32_t own, bool exists) : exist(__ballot_sync(~0u, exists)) {
-      const char* column = static_cast<const char*>(start) + 16 * chunk();
+    // own: the address of the row of the warp's that has the lane's number; null for a row of zeros. The addresses are
+    // exchanged before the first copy, and before the wait for an empty stage, so that copies wait for nothing else.
+    __device__ explicit Rows(const char* own) : exist(__ballot_sync(~0u, own != nullptr)) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        sources[i] = column + uint64_t{__shfl_sync(~0u, own, i * kStep + row())} * unit;
+        const auto address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(own), i * kStep + row());
+        sources[i] = reinterpret_cast<const char*>(address) + 16 * chunk();
       }
     }
 
-    // cols: of the rows in global memory; is_whole: whether they are as many as those of the tile.
-    __device__ void copy_to(const Tile& tile, int cols, bool is_whole) const {
+    __device__ void copy_to(const Tile& tile, int cols) const {
       constexpr uint32_t kAll = ~0u >> (32 - kRows);
-      if (is_whole && (exist & kAll) == kAll) return copy_where(tile, [](int, int) { return true; });
+      if ((exist & kAll) == kAll && cols == Tile::kCols) return copy_where(tile, [](int, int) { return true; });
       copy_where(tile, [&](int i, int page) {
         return (exist >> (i * kStep + row()) & 1) && (page * kLanes + chunk()) * Tile::kChunk < cols;
       });
@@ -125,25 +111,26 @@ struct GatherSource {
     const int page = keys.pages ? ptx::load_early(keys.pages + index) : keys.only_page;
     return {keys.head, {page, p.pages.page_size.remainder(position, index)}};
   }
-  template <typename Tile>
-  __device__ static Rows<Tile> rows_of(const TensorRef<const void>& x, const RowStrides& strides, const Block& block) {
-    const uint32_t page = block.place.page, row = block.place.row;
-    return {static_cast<const T*>(x.data) + int64_t{block.head} * x.heads, strides.unit,
-            page * strides.outer + row * strides.inner, block.place.page >= 0};
+  // Its address in k or v.
+  __device__ static const char* address_of(const TensorRef<const void>& x, const Block& block) {
+    const auto& [head, place] = block;
+    if (place.page < 0) return nullptr;
+    const auto* start = static_cast<const T*>(x.data) + int64_t{head} * x.heads;
+    return reinterpret_cast<const char*>(start + place.page * x.batch + place.row * x.seqlen);
   }
 
   __device__ void load_k(const Block& block) {
-    const auto rows = rows_of<typename Shared::Keys>(p.k, p.plan.strides_k, block);
-    wait_empty(shared.k_ring, k_at);
-    rows.copy_to(shared.k[k_at.stage], p.problem.head_dim, is_whole);
+    const Rows<typename Shared::Keys> rows(address_of(p.k, block));
+    shared.k_ring.wait_empty(k_at);
+    rows.copy_to(shared.k[k_at.stage], p.problem.head_dim);
     shared.k_ring.full[k_at.stage].arrive_when_copied();
     k_at.advance();
   }
 
   __device__ void load_v(const Block& block) {
-    const auto rows = rows_of<typename Shared::Values>(p.v, p.plan.strides_v, block);
-    wait_empty(shared.v_ring, v_at);
-    rows.copy_to(shared.v[v_at.stage], p.problem.head_dim_v, is_whole_v);
+    const Rows<typename Shared::Values> rows(address_of(p.v, block));
+    shared.v_ring.wait_empty(v_at);
+    rows.copy_to(shared.v[v_at.stage], p.problem.head_dim_v);
     shared.v_ring.full[v_at.stage].arrive_when_copied();
     v_at.advance();
   }
@@ -151,16 +138,18 @@ struct GatherSource {
   __device__ void load_q(const ServingWork<Config>& work) {
     constexpr int kRows = kWarpgroupRows / kWarps;
     const auto* start = first_token<T>(p.q, work.seq.q, work.tile.head);
-    const RowStrides& strides = p.plan.strides_q;
 #pragma unroll 1
     for (int rank = 0; rank < Config::kConsumers; ++rank) {
       const int row = kWarpgroupRows * rank + warp() * kRows + lane_id();
-      const uint32_t token = work.rows.token(row), head = work.rows.head(row);
-      const Rows<typename Shared::OwnRows> rows(start, strides.unit, head * strides.outer + token * strides.inner,
-                                                lane_id() < kRows && row < work.rows.count);
+      const char* own = nullptr;
+      if (lane_id() < kRows && row < work.rows.count) {
+        own =
+            reinterpret_cast<const char*>(start + work.rows.token(row) * p.q.seqlen + work.rows.head(row) * p.q.heads);
+      }
+      const Rows<typename Shared::OwnRows> rows(own);
       auto& ring = shared.q_rings[rank];
-      wait_empty(ring, q_at);
-      rows.copy_to(shared.q[q_at.stage][rank], p.problem.head_dim, is_whole);
+      ring.wait_empty(q_at);
+      rows.copy_to(shared.q[q_at.stage][rank], p.problem.head_dim);
       ring.full[q_at.stage].arrive_when_copied();
     }
     q_at.advance();

@@ -1,8 +1,8 @@
 // Puts the partial results of pieces together: for a row whose pieces have maxima m_i, sums l_i and outputs o_i,
 //
-//   out = sum_i w_i o_i / sum_i w_i l_i,   w_i = exp2(m_i - max_i m_i),   lse = log of the sum, in the same units,
+//   out = sum_i w_i o_i / sum_i w_i l_i,   w_i = exp2(m_i - m),   lse = log(2) m + log sum_i w_i l_i,
 //
-// where a sink is one more term of the lower sum. Pieces are added in the order of their keys.
+// with m = max_i m_i, where a sink is one more term of the lower sum. Pieces are added in the order of their keys.
 //
 // A thread block for each slot merges its share of the rows of the slot's tile: so tiles with many pieces, whose rows
 // take longer to merge, are divided among as many blocks.

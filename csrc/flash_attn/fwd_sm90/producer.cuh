@@ -56,7 +56,7 @@ struct Producer {
   // Hands work to the consumers, or tells them that there is no more.
   template <typename Write>
   __device__ void publish(Write&& write) {
-    source.wait_empty(shared.work_ring, work_at);
+    shared.work_ring.wait_empty(work_at);
     if (source.publishes()) {
       write(shared.work[work_at.stage]);
       shared.work_ring.full[work_at.stage].arrive();

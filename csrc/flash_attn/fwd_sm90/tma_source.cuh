@@ -5,9 +5,8 @@
 //   kWarps                  how many warps of the producer's warpgroup take part
 //   copies(), publishes()   whether the calling thread copies; whether it is the one that hands out work
 //   Keys, keys_of(work)     where the keys of a tile lie
-//   Block, block_of(keys, n_block)  where those of an n_block lie, asked for long before they are loaded
+//   Block, block_of(keys, n_block): where those of an n_block lie, asked for long before they are loaded
 //   load_q, load_k, load_v  wait for an empty stage and start the copy of a tile to it
-//   wait_empty              how it waits
 #pragma once
 
 #include "flash_attn/fwd_sm90/shared.cuh"
@@ -51,16 +50,11 @@ struct TmaSource {
 
   __device__ static Block block_of(const Keys& keys, int n_block) { return {keys, n_block}; }
 
-  template <int kStages>
-  __device__ static void wait_empty(const Ring<kStages>& ring, const RingCursor<kStages>& at) {
-    ring.wait_empty(at);
-  }
-
   __device__ void load_q(const FwdWork<Config>& work) {
 #pragma unroll 1
     for (int rank = 0; rank < Config::kConsumers; ++rank) {
       auto& ring = shared.q_rings[rank];
-      wait_empty(ring, q_at);
+      ring.wait_empty(q_at);
       auto& arrived = ring.expect_tx(q_at, sizeof(typename Shared::OwnRows));
       load_async(shared.q[q_at.stage][rank], launch.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
                  work.tile.head, work.seq.q.batch, arrived, Config::channel());
@@ -72,7 +66,7 @@ struct TmaSource {
     const auto& [keys, n_block] = block;
     auto& stage = shared.k[k_at.stage];
     const BiasRows& bias_rows = launch.params.problem.bias.rows;
-    wait_empty(shared.k_ring, k_at);
+    shared.k_ring.wait_empty(k_at);
     int bytes = sizeof(typename Shared::Keys);
     if constexpr (Config::kBiased) bytes += bytes_of_bias<typename Shared::Bias>(bias_rows);
     auto& arrived = shared.k_ring.expect_tx(k_at, bytes);
@@ -87,7 +81,7 @@ struct TmaSource {
 
   __device__ void load_v(const Block& block) {
     const auto& [keys, n_block] = block;
-    wait_empty(shared.v_ring, v_at);
+    shared.v_ring.wait_empty(v_at);
     auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
     load_async(shared.v[v_at.stage], launch.v, keys.span.first + n_block * Config::kKeys, keys.head, keys.span.batch,
                arrived, Config::channel());
