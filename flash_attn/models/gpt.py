@@ -570,7 +570,10 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Tensor]:
-        """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
+        """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer.
+
+        For a block table give num_pages and page_size in the place of batch_size and max_seqlen.
+        """
         layers = cast(list[Block], self.layers)
         return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(layers)}
 
@@ -830,7 +833,10 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Tensor]:
-        """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
+        """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer.
+
+        For a block table give num_pages and page_size in the place of batch_size and max_seqlen.
+        """
         return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype, **kwargs)
 
     @property

@@ -101,6 +101,18 @@ def test_greedy(name, fused, device):
     assert len(expected[0].unique()) > 10  # or a single repeated token would do
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.same_on_cpu("fused")
+def test_pages(name, fused, device):
+    """Caches with pages, of which max_length is no multiple, give the tokens and scores of caches in one piece."""
+    model = model_of(name, device, **FUSED if fused else {})
+    ids = ids_of(model.config, batch=3, seqlen=9, device=device)
+    mask = (torch.arange(9, device=device) >= torch.tensor([[4], [0], [1]], device=device)).long()
+    options = dict(attention_mask=mask, eos_token_id=95)
+    assert_same(generate(model, ids, 15, page_size=4, **options), generate(model, ids, 15, **options))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon"])
 def test_teacher(name, device):
     model = model_of(name, device)
@@ -280,6 +292,41 @@ def test_speculative(name, device):
     expected, _ = slowly(model, ids, 20)
     for draft in (model, model_of(name, device, seed=1)):
         assert torch.equal(decode_speculative(ids, model, draft, 20, vocab_size=96).sequences, expected)
+
+
+@pytest.mark.parametrize("name", ["llama gqa", "phi3", "gpt_neox yarn"])
+def test_speculative_with_pages(name, device):
+    model = model_of(name, device)
+    ids = ids_of(model.config, batch=1, seqlen=7, device=device)
+    expected = generate(model, ids, 20)[0]
+    for draft in (model, model_of(name, device, seed=1)):
+        found = decode_speculative(ids, model, draft, 20, vocab_size=96, page_size=4).sequences
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("llama dynamic", 16), ("phi3 short", 32)])
+def test_angles_are_those_of_the_length_and_not_of_its_pages(name, bound, device):
+    """Where they depend on how long sequences may become, around the length from which they do."""
+    model = model_of(name, device)
+    for length in (bound - 2, bound, bound + 2):
+        ids = ids_of(model.config, seqlen=length - 5, device=device)
+        expected = generate(model, ids, length)
+        assert_same(generate(model, ids, length, page_size=24), expected)
+        assert_same(generate(model, ids, length, page_size=1), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_with_pages(name, dtype, device):
+    """Replaying a graph gives the same numbers, bit for bit."""
+    model = model_of(name, device, dtype, **FUSED)
+    for batch, prompt, length in ((2, 7, 20), (2, 7, 30), (1, 3, 9)):
+        ids = ids_of(model.config, batch=batch, seqlen=prompt, device=device)
+        expected, scores = generate(model, ids, length, page_size=16)
+        found, scores_of_graph = generate(model, ids, length, page_size=16, cg=True)
+        assert torch.equal(found, expected)
+        assert all(torch.equal(one, other) for one, other in zip(scores_of_graph, scores, strict=True))
 
 
 @pytest.mark.cuda

@@ -16,7 +16,7 @@ from torch import nn
 
 from flash_attn.bert_padding import unpad_input
 from flash_attn.modules.mha import MHA, CrossAttention, FlashSelfAttention, ParallelMHA, SelfAttention, get_alibi_slopes
-from flash_attn.utils.generation import InferenceParams
+from flash_attn.utils.generation import InferenceParams, PageAllocator, copy_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -465,6 +465,94 @@ def test_rows_of_a_larger_cache(flash, lengths, device):
     assert cache[:, :6].isfinite().all() and cache[:, 6:].isnan().all()
 
 
+def in_pages(module, block_table, page_size, num_pages, max_seqlen, **fields):
+    """Parameters of pages that hold NaN."""
+    cache = module.allocate_inference_cache(num_pages, page_size).fill_(torch.nan)
+    rows = len(block_table)
+    return InferenceParams(max_seqlen, rows, key_value_memory_dict={3: cache}, block_table=block_table, **fields)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("case", params(DECODING_CASES))
+def test_pages(case, page_size, device):
+    """What the cache in one piece gives: shuffled pages, NaN in all slots that no token has, some rows of the table."""
+    module, x, _ = draw(case, device, torch.float32, seqlen=13)
+    capacity, batch = 18, len(x)
+    columns = -(-capacity // page_size)
+    table = torch.randperm((batch + 2) * columns, device=device)[: (batch + 2) * columns].int().view(-1, columns)
+    paged = in_pages(module, table, page_size, table.numel() + 3, capacity, batch_size_offset=1)
+    dense = InferenceParams(max_seqlen=capacity, max_batch_size=batch)
+    with torch.no_grad():
+        for chunk in x.split((6, 1, 3, 1, 1, 1), dim=1):
+            expected = module(chunk, inference_params=dense)
+            torch.testing.assert_close(module(chunk, inference_params=paged), expected, rtol=1e-4, atol=1e-5)
+            for each in (dense, paged):
+                each.seqlen_offset += chunk.shape[1]
+    cache, used = paged.key_value_memory_dict[3], torch.zeros(len(table) * columns + 3, page_size, dtype=torch.bool)
+    for row in table[1 : 1 + batch].tolist():
+        for position in range(13):
+            used[row[position // page_size], position % page_size] = True
+    assert torch.equal(cache.isfinite().flatten(2).all(2).cpu(), used) and not cache[~used].isfinite().any()
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("case", params(PADDED_CASES))
+def test_pages_of_prompts_with_padding_on_the_left(case, lengths, device):
+    """Each row gives what it gives alone."""
+    module, leftpad, steps = case.module(device), [0, 4, 2], (5, 1, 3)
+    x = torch.randn(3, sum(steps), case.embed_dim, device=device)
+    table = torch.randperm(12, device=device).int().view(3, 4)
+    inference = in_pages(module, table, 3, 12, 11)
+    inference.leftpad_per_sample = torch.tensor(leftpad, dtype=torch.int32, device=device)
+    found = []
+    with torch.no_grad():
+        for chunk in x.split(steps, dim=1):
+            if lengths:
+                inference.lengths_per_sample = (inference.seqlen_offset - inference.leftpad_per_sample).clamp(min=0)
+            found.append(module(chunk, inference_params=inference))
+            inference.seqlen_offset += chunk.shape[1]
+        found = torch.cat(found, dim=1)
+        for b, pad in enumerate(leftpad):
+            torch.testing.assert_close(found[b, pad:], module(x[b, None, pad:])[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", params([Case(rotary_dim=32, heads_kv=2), Case(flash=False), Case(alibi=True)]))
+def test_rows_go_on_from_the_pages_of_one_prompt(case, device):
+    """Whole pages are shared; the last one, which is not full, is copied for each row that writes to it."""
+    module, pages = case.module(device), PageAllocator(num_pages=9, page_size=4)
+    prompt, rest = (torch.randn(n, 6, case.embed_dim, device=device) for n in (1, 3))
+    pages.allocate("prompt", 6)
+    paged = in_pages(module, pages.block_table(["prompt"], 3, device), 4, 9, 12)
+    with torch.no_grad():
+        module(prompt, inference_params=paged)
+        paged.seqlen_offset = 6
+        for row in range(3):
+            pages.fork("prompt", row)
+        pages.free("prompt")
+        found = []
+        for step in rest.split((1, 1, 4), dim=1):
+            for row in range(3):
+                copy_pages(paged.key_value_memory_dict, pages.append(row, step.shape[1]))
+            paged.block_table = pages.block_table(range(3), 3, device)
+            found.append(module(step, inference_params=paged))
+            paged.seqlen_offset += step.shape[1]
+        whole = module(torch.cat([prompt.expand(3, -1, -1), rest], dim=1))[:, 6:]
+    torch.testing.assert_close(torch.cat(found, dim=1), whole, rtol=1e-4, atol=1e-5)
+    assert pages.block_table(range(3))[:, 0].unique().numel() == 1 and pages.num_free == 9 - 1 - 3 * 2
+
+
+def test_pages_of_cross_attention(device):
+    """Keys and values of each call are appended, and all of them attended to."""
+    module = MHA(64, 4, cross_attn=True, use_flash_attn=True, layer_idx=3, device=device)
+    x, x_kv = torch.randn(2, 3, 64, device=device), torch.randn(2, 7, 64, device=device)
+    paged = in_pages(module, torch.tensor([[5, 0], [2, 3]], dtype=torch.int32, device=device), 4, 6, 8)
+    with torch.no_grad():
+        for part in x_kv.split((4, 3), dim=1):
+            found = module(x, part, inference_params=paged)
+            paged.seqlen_offset += part.shape[1]
+        torch.testing.assert_close(found, module(x, x_kv), rtol=1e-4, atol=1e-5)
+
+
 def test_error_of_two_layers_with_one_cache(device):
     """Found at the step after the prompt, before anything is written: until then each has read its own keys."""
     for flash in (False, True):
@@ -781,6 +869,7 @@ CU_SEQLENS = torch.tensor([0, 4, 10], dtype=torch.int32)
 VARLEN = dict(cu_seqlens=CU_SEQLENS, max_seqlen=6)
 FLASH = dict(use_flash_attn=True)
 PARAMS = InferenceParams(9, 2)
+TABLE, POOL = torch.arange(6, dtype=torch.int32).view(2, 3), {0: torch.zeros(6, 4, 2, 4, 16)}
 ERRORS = {
     "x is no tensor": ({}, dict(x=[1.0]), TypeError, "x must be a torch.Tensor, found list"),
     "x has another width": ({}, dict(x=X[..., :32]), ValueError, r"x must have shape \(\*, \*, 64\), found"),
@@ -888,6 +977,54 @@ ERRORS = {
         dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=CU_SEQLENS)),
         ValueError,
         "leftpad_per_sample must be None with cross_attn",
+    ),
+    "pages without a pool": (
+        {},
+        dict(inference_params=InferenceParams(9, 2, block_table=TABLE)),
+        ValueError,
+        "key_value_memory_dict must hold layer_idx=0",
+    ),
+    "table that is no tensor": (
+        FLASH,
+        dict(inference_params=InferenceParams(9, 2, 0, 0, POOL, block_table=[[0], [1]])),
+        TypeError,
+        "inference_params.block_table must be a torch.Tensor, found list",
+    ),
+    "table of another type": (
+        dict(rotary_emb_dim=16, causal=True),
+        dict(inference_params=InferenceParams(9, 2, 0, 0, POOL, block_table=TABLE.long())),
+        TypeError,
+        "inference_params.block_table must have dtype torch.int32, found torch.int64",
+    ),
+    "table of one row": (
+        {},
+        dict(inference_params=InferenceParams(9, 2, 0, 0, POOL, block_table=TABLE[0])),
+        ValueError,
+        r"inference_params.block_table must have 2 dimensions \(max_batch_size, columns\), found shape \(3,\)",
+    ),
+    "table for fewer tokens": (
+        dict(rotary_emb_dim=16, causal=True),
+        dict(inference_params=InferenceParams(13, 2, 0, 0, POOL, block_table=TABLE)),
+        ValueError,
+        "block_table must be for at least max_seqlen, 13, positions in pages of 4, found 12",
+    ),
+    "table of fewer rows": (
+        FLASH,
+        dict(inference_params=InferenceParams(9, 2, 0, 0, POOL, block_table=TABLE[:1])),
+        ValueError,
+        "batch_size_offset \\+ batch must be at most 1, as the cache, found 2",
+    ),
+    "pages for fewer tokens": (
+        {},
+        dict(inference_params=InferenceParams(4, 2, 0, 0, POOL, block_table=TABLE)),
+        ValueError,
+        "seqlen must be at most 4, as the cache, found 5",
+    ),
+    "pages of other heads": (
+        {},
+        dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(9, 4, 2, 1, 32)}, block_table=TABLE)),
+        ValueError,
+        "k_cache's head_dim must be q's, 16, found 32",
     ),
     "unknown argument": ({}, dict(mask=KEEP), TypeError, "mask"),
 }

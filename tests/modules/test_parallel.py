@@ -181,12 +181,15 @@ def check_decoding(group):
         divided.load_state_dict(state)
         (x,) = draw(1, 2, 8, 16 * heads, device=device)
         params = InferenceParams(8, 2, key_value_memory_dict={0: divided.allocate_inference_cache(2, 8)})
-        found = []
+        paged = InferenceParams(8, 2, key_value_memory_dict={0: divided.allocate_inference_cache(7, 3)})
+        paged.block_table = torch.tensor([[6, 0, 2], [1, 5, 3]], dtype=torch.int32, device=device)
         with torch.no_grad():
-            for chunk in x.split((5, 1, 2), dim=1):
-                found.append(divided(chunk, inference_params=params))
-                params.seqlen_offset += chunk.shape[1]
-            assert_close(torch.cat(found, dim=1), whole(x))
+            for each in (params, paged):
+                found = []
+                for chunk in x.split((5, 1, 2), dim=1):
+                    found.append(divided(chunk, inference_params=each))
+                    each.seqlen_offset += chunk.shape[1]
+                assert_close(torch.cat(found, dim=1), whole(x))
             padded = InferenceParams(8, 2, leftpad_per_sample=torch.tensor([0, 3], dtype=torch.int32, device=device))
             found = []
             for chunk in x.split((5, 1, 2), dim=1):

@@ -784,7 +784,7 @@ SIGNATURES = {
     "flash_attn.utils.generation": {
         "InferenceParams": (
             "max_seqlen, max_batch_size, seqlen_offset=0, batch_size_offset=0, key_value_memory_dict=<factory>, "
-            "lengths_per_sample=None, leftpad_per_sample=None, writers=<factory>"
+            "lengths_per_sample=None, leftpad_per_sample=None, writers=<factory>, block_table=None"
         ),
         "GreedySearchDecoderOnlyOutput": "sequences, scores=None",
         "SampleDecoderOnlyOutput": "sequences, scores=None",
@@ -796,23 +796,26 @@ SIGNATURES = {
         "decode": (
             "input_ids, model, max_length, top_k=1, top_p=0.0, temperature=1.0, eos_token_id=None, "
             "teacher_outputs=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, "
-            "repetition_penalty=1.0, output_scores=True, streamer=None, attention_mask=None, pad_token_id=None"
+            "repetition_penalty=1.0, output_scores=True, streamer=None, attention_mask=None, pad_token_id=None, *, "
+            "page_size=None, num_pages=None"
         ),
         "decode_speculative": (
             "input_ids, model, model_draft, max_length, speculative_lookahead=3, top_k=1, top_p=0.0, temperature=1.0,"
             " eos_token_id=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, debug=False, "
-            "streamer=None"
+            "streamer=None, *, page_size=None, num_pages=None"
         ),
         "GenerationMixin": "",
         "allocate_inference_cache": "max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16",
         "DecodingCGCache": (
             "max_batch_size=0, max_seqlen=0, device=None, dtype=None, callables=<factory>, mempool=None, "
-            "inference_params=None, autocast=None, addresses=<factory>"
+            "inference_params=None, autocast=None, addresses=<factory>, pool=None"
         ),
         "update_graph_cache": (
             "model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), tensor_parallel=1, dtype=None, "
-            "n_warmups=2"
+            "n_warmups=2, *, page_size=None, num_pages=None"
         ),
+        "PageAllocator": "num_pages, page_size",
+        "copy_pages": "caches, copies",
         "capture_graph": (
             "model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, n_warmups=2"
         ),
@@ -975,6 +978,7 @@ SIGNATURES = {
 
 # What others import besides the functions and layers above: other classes, constants, and names under a second path.
 OTHER_NAMES = {
+    "flash_attn.utils.generation": "OutOfPages",
     "flash_attn": (
         "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
         "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"

@@ -22,6 +22,7 @@ from flash_attn.utils.generation import (
     GenerationMixin,
     GreedySearchDecoderOnlyOutput,
     InferenceParams,
+    OutOfPages,
     SampleDecoderOnlyOutput,
     decode,
     decode_speculative,
@@ -234,6 +235,113 @@ def test_graphs_of_prompts_of_different_lengths(options, device):
             found = decode(input_ids, model, 20, attention_mask=attention_mask, cg=True)
             assert torch.equal(found.sequences, expected.sequences)
             assert torch.equal(torch.stack(found.scores), torch.stack(expected.scores))
+
+
+# Caches with pages.
+
+
+def poisoned(model):
+    """The model, whose caches begin with NaN in all slots."""
+    allocate = model.allocate_inference_cache
+    model.allocate_inference_cache = lambda *args, **kwargs: {
+        key: cache.fill_(torch.nan) for key, cache in allocate(*args, **kwargs).items()
+    }
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "page_size"), [*((options, 4) for options in PADDED_MODELS), (MODELS[1], 1), (MODELS[1], 64)], ids=str
+)
+def test_pages(options, page_size, device):
+    """The tokens and scores of caches in one piece: by a teacher and then greedy; sampled behind padding."""
+    model, paged = poisoned(Model(device=device, **options).eval()), dict(page_size=page_size)
+    input_ids, attention_mask = padded_prompts(device)
+    for changes in (dict(teacher_outputs=prompt(3, 8, device)), dict(top_k=5, attention_mask=attention_mask)):
+        results = []
+        for extra in (dict(), paged):
+            torch.manual_seed(0)
+            results.append(decode(input_ids, model, 14, vocab_size=VOCAB, **changes, **extra))
+        assert torch.equal(results[0].sequences, results[1].sequences)
+        scores = [torch.stack(result.scores) for result in results]
+        torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_pages_of_graphs(options, graphs, device):
+    """Behind other batches; a captured step finds the pages of its replay in the one table that it has seen."""
+    model = poisoned(Model(device=device, **options).eval())
+    tables = set()
+    for batch, seqlen, max_length in ((2, 6, 10), (3, 6, 18), (1, 6, 14), (3, 6, 14)):
+        input_ids = prompt(batch, seqlen, device)
+        expected = decode(input_ids, model, max_length).sequences
+        assert torch.equal(decode(input_ids, model, max_length, cg=True, page_size=4).sequences, expected)
+        tables.add(model._decoding_cache.inference_params.block_table.data_ptr())
+    assert model._decoding_cache.callables.keys() == {(3, 1), (1, 1)} and len(tables) == 2
+    input_ids, attention_mask = padded_prompts(device)
+    expected = decode(input_ids, model, 14, attention_mask=attention_mask).sequences
+    found = decode(input_ids, model, 14, attention_mask=attention_mask, cg=True, page_size=4)
+    assert torch.equal(found.sequences, expected)
+
+
+def test_graphs_are_made_anew_for_another_pool(graphs, device):
+    model, input_ids = Model(device=device).eval(), prompt(2, 6, device)
+    made, shapes = [], []
+    for paged in ((None, None), (4, None), (4, 6), (4, 7), (4, 9), (8, None), (None, None)):
+        decode(input_ids, model, 10, cg=True, page_size=paged[0], num_pages=paged[1])
+        made.append(model._decoding_cache.callables[2, 1])
+        shapes.append(model._decoding_cache.inference_params.key_value_memory_dict[0].shape[:2])
+    assert shapes == [(2, 10), (6, 4), (6, 4), (7, 4), (9, 4), (4, 8), (2, 10)]
+    assert made[1] is made[2] and len(set(made)) == 6
+
+
+@pytest.mark.parametrize("cg", [False, True])
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_pages_of_speculative_decoding(options, cg, graphs, device):
+    """Tokens that are not accepted give back their pages."""
+    model = poisoned(Model(device=device, **options).eval())
+    unlike = poisoned(Model(layers=1, device=device, **options).eval())
+    input_ids = prompt(1, 6, device)
+    expected = decode(input_ids, model, 20, vocab_size=VOCAB).sequences
+    for draft in (model, unlike):
+        found = decode_speculative(
+            input_ids, model, draft, 20, speculative_lookahead=5, vocab_size=VOCAB, cg=cg, page_size=3, num_pages=7
+        )
+        assert torch.equal(found.sequences, expected)
+
+
+def test_fewer_pages_than_the_longest_sequences_need(device):
+    """They are enough where sequences end before; else the error says what was missing."""
+    model = Model(device=device).eval()
+    input_ids = prompt(2, 6, device)
+    expected = decode(input_ids, model, 40, vocab_size=VOCAB).sequences
+    end = expected[:, 15].tolist()
+    short = decode(input_ids, model, 40, vocab_size=VOCAB, eos_token_id=end)
+    length = short.sequences.shape[1]
+    assert length < 40
+    pages = 2 * -(-(length - 1) // 4)
+    found = decode(input_ids, model, 40, vocab_size=VOCAB, eos_token_id=end, page_size=4, num_pages=pages)
+    assert torch.equal(found.sequences, short.sequences)
+    with pytest.raises(OutOfPages, match=rf"at least 1 for 1 more tokens of sequence \d, found 0 of {pages}: free a"):
+        decode(input_ids, model, 40, vocab_size=VOCAB, page_size=4, num_pages=pages)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("options", [options for options in MODELS if options.get("use_flash_attn", True)], ids=str)
+def test_captured_graphs_with_pages(options, page_size, device):
+    """Bit by bit what the same pages give without graphs; near what caches in one piece give."""
+    options = options | (dict(positions=600) if "positions" in options else {})
+    model = poisoned(Model(device=device, dtype=torch.float16, dim=256, **options).eval())
+    for batch, seqlen, max_length in ((2, 6, 20), (2, 100, 400), (4, 6, 400), (1, 6, 400)):
+        input_ids = prompt(batch, seqlen, device)
+        expected = decode(input_ids, model, max_length, page_size=page_size)
+        for _ in range(2):
+            found = decode(input_ids, model, max_length, cg=True, page_size=page_size)
+            assert torch.equal(found.sequences, expected.sequences)
+            assert torch.equal(torch.stack(found.scores), torch.stack(expected.scores))
+        dense = decode(input_ids, model, max_length, teacher_outputs=expected.sequences)
+        torch.testing.assert_close(torch.stack(dense.scores), torch.stack(expected.scores), rtol=5e-2, atol=5e-2)
+    assert model._decoding_cache.callables.keys() == {(4, 1), (1, 1)}
 
 
 def test_a_mask_without_padding_changes_nothing(device):
@@ -533,7 +641,7 @@ def graphs(monkeypatch, device):
         def run(input_ids, position_ids, seqlen):
             assert input_ids.shape == position_ids.shape == (batch_size, decoding_seqlen)
             params.set_lengths(batch_size, seqlen)
-            captured = dataclasses.replace(params, seqlen_offset=max_seqlen - decoding_seqlen)
+            captured = dataclasses.replace(params, seqlen_offset=max_seqlen - decoding_seqlen, max_seqlen=max_seqlen)
             return model(
                 input_ids, position_ids=position_ids, inference_params=captured, num_last_tokens=decoding_seqlen
             ).logits
@@ -837,6 +945,10 @@ ERRORS = {
         ValueError,
         "attention_mask must be 0 or 1, found -10000",
     ),
+    "pages of nothing": (dict(page_size=0), ValueError, "page_size must be positive, found 0"),
+    "pages in words": (dict(page_size="16"), TypeError, "page_size must be an integer or None, found str"),
+    "no pages": (dict(page_size=16, num_pages=0), ValueError, "num_pages must be positive, found 0"),
+    "pages without a size": (dict(num_pages=9), ValueError, "num_pages must be None without page_size, found 9"),
     "graphs on the CPU": (dict(cg=True), ValueError, "the model's device must be a GPU for CUDA graphs, found cpu"),
 }
 

@@ -115,7 +115,10 @@ class MultiHeadAttention(nn.Module):
         )
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised cache (batch_size, max_seqlen, 2, heads_kv, head_dim), by default like out_proj.weight."""
+        """An uninitialised cache (batch_size, max_seqlen, 2, heads_kv, head_dim), by default like out_proj.weight.
+
+        For a block table give num_pages and page_size in the place of batch_size and max_seqlen.
+        """
         shape = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
         weight = self.out_proj.weight  # not new_empty: of a DTensor that would be divided, too
         return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
@@ -193,15 +196,10 @@ class MultiHeadAttention(nn.Module):
     def _rotated(self, qkv: Tensor, inference_params: Any, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
         options: dict[str, Any] = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         if inference_params is not None:
-            rows, capacity = self._cache_size(inference_params)
+            rows, capacity = caches.size(inference_params, self.layer_idx)
             caches.check_room(qkv, inference_params, rows, capacity)
             options = dict(seqlen_offset=caches.lengths(inference_params, qkv.shape[0]), max_seqlen=capacity)
         return self.rotary_emb(qkv, num_heads_q=self.num_heads_per_rank, **options)
-
-    def _cache_size(self, inference_params: Any) -> tuple[int, int]:
-        """(rows, capacity) of the cache, or of what it will be. The tables of the rotary embedding are as long."""
-        cache = inference_params.key_value_memory_dict.get(self.layer_idx)
-        return (inference_params.max_batch_size, inference_params.max_seqlen) if cache is None else cache.shape[:2]
 
     def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
         if self.layer_idx is None:
@@ -213,12 +211,14 @@ class MultiHeadAttention(nn.Module):
         return caches._update_kv_cache(kv, inference_params, self.layer_idx)
 
     def _decodes_in_kernel(self, inference_params: Any) -> bool:
-        """Whether this is a step after the prompt that `flash_attn_with_kvcache` serves.
+        """Whether `flash_attn_with_kvcache` serves this call: all calls with pages, and else steps after the prompt.
 
-        Without use_flash_attn it serves only batches whose rows may differ in length: torch's attention has no mask for
-        these.
+        Without use_flash_attn it serves, of these steps, only those of batches whose rows may differ in length: torch's
+        attention has no mask for these.
         """
-        if inference_params is None or inference_params.seqlen_offset == 0:
+        if inference_params is None or caches.has_pages(inference_params):
+            return inference_params is not None
+        if inference_params.seqlen_offset == 0:
             return False
         return self.use_flash_attn or caches.has_rows_of_different_lengths(inference_params)
 
@@ -236,7 +236,15 @@ class MultiHeadAttention(nn.Module):
             and fusing.may_fuse(embedding, (type(embedding),), qkv)
             and embedding.scale_base is None
             and (qkv.shape[1] == 1 or self.inner_cross_attn.causal)
+            and (not caches.has_pages(inference_params) or self._has_angles_of_pages(embedding, inference_params))
         )
+
+    def _has_angles_of_pages(self, embedding: RotaryEmbedding, inference_params: Any) -> bool:
+        """Whether tables for all positions of the pages serve sequences of max_seqlen, where angles depend on that."""
+        cache = inference_params.key_value_memory_dict.get(self.layer_idx)
+        if cache is None:  # an error that `_decode` raises
+            return True
+        return embedding._serves(caches.num_positions(cache, inference_params), inference_params.max_seqlen)
 
     def _decode(self, q: Tensor, kv: Tensor, inference_params: Any, rotary: bool = False) -> Tensor:
         """Append kv to the cache, and attend to all of it."""
@@ -244,13 +252,18 @@ class MultiHeadAttention(nn.Module):
         if cache is None:
             raise ValueError(f"key_value_memory_dict must hold layer_idx={self.layer_idx} to decode, found no such key")
         caches.claim_cache(self, self.layer_idx, inference_params)
-        # The prompt may have left the cache with a gradient, which this kernel does not have.
-        cache = caches.cache_rows(cache, kv, inference_params).detach()
+        block_table = None
+        if caches.has_pages(inference_params):
+            block_table = caches.pages_of_batch(cache, kv, inference_params)
+        else:
+            cache = caches.cache_rows(cache, kv, inference_params)
+        cache = cache.detach()  # the prompt may have left it with a gradient, which this kernel does not have
         cos = sin = None
         interleaved = False
         if rotary:
             embedding = self.rotary_emb
-            cos, sin, *_ = embedding._tables_for_decoding(cache.shape[1], q.device, q.dtype)
+            positions = caches.num_positions(cache, inference_params)
+            cos, sin, *_ = embedding._tables_for_decoding(positions, q.device, q.dtype)
             interleaved = embedding.interleaved
         inner = self.inner_cross_attn
         (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
@@ -263,6 +276,7 @@ class MultiHeadAttention(nn.Module):
             rotary_cos=cos,
             rotary_sin=sin,
             cache_seqlens=caches.lengths(inference_params, q.shape[0]),
+            block_table=block_table,
             softmax_scale=inner.softmax_scale,
             causal=inner.causal,
             window_size=inner.window_size,

@@ -1,5 +1,6 @@
-"""The rules of a layer's cache (rows, capacity, 2, heads_kv, head_dim): which rows and positions belong to a batch.
+"""The rules of a layer's cache: which rows and positions belong to a batch.
 
+A cache is (rows, capacity, 2, heads_kv, head_dim), or with a block table (num_pages, page_size, 2, heads_kv, head_dim).
 `inference_params` is a `flash_attn.utils.generation.InferenceParams`, or an object of another class with its first six
 fields.
 """
@@ -16,8 +17,10 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: Any) -> Tenso
     """Append kv (batch, seqlen, 2, heads_kv, head_dim) to the cache of a layer, which is made if there is none.
 
     Returns the cache of these sequences up to the last key, (batch, seqlen_offset + seqlen, 2, heads_kv, head_dim).
-    Raises ValueError if they do not fit into it.
+    Raises ValueError if they do not fit into it, and with a block table.
     """
+    if has_pages(inference_params):
+        raise ValueError("inference_params.block_table must be None for a cache in one piece, found a tensor")
     cache = inference_params.key_value_memory_dict.get(layer_idx)
     if cache is None:
         cache = kv.new_empty(inference_params.max_batch_size, inference_params.max_seqlen, *kv.shape[2:])
@@ -35,6 +38,39 @@ def cache_rows(cache: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
     check_room(kv, inference_params, *cache.shape[:2])
     first = inference_params.batch_size_offset
     return cache[first : first + kv.shape[0]]
+
+
+def has_pages(inference_params: Any) -> bool:
+    """Whether the caches are pools of pages."""
+    return getattr(inference_params, "block_table", None) is not None
+
+
+def size(inference_params: Any, layer_idx: Any) -> tuple[int, int]:
+    """(rows, capacity) of the cache of a layer, or of what it will be: how many sequences of how many tokens."""
+    if has_pages(inference_params):
+        return len(inference_params.block_table), inference_params.max_seqlen
+    cache = inference_params.key_value_memory_dict.get(layer_idx)
+    return (inference_params.max_batch_size, inference_params.max_seqlen) if cache is None else cache.shape[:2]
+
+
+def num_positions(cache: Tensor, inference_params: Any) -> int:
+    """How many positions of a sequence a cache has. With pages, they are those of max_seqlen, rounded up to pages."""
+    if not has_pages(inference_params):
+        return cache.shape[1]
+    table = inference_params.block_table
+    checks.tensor("inference_params.block_table", table, dtypes=(torch.int32,), device=cache.device)
+    checks.ndim("inference_params.block_table", table, "(max_batch_size, columns)")
+    return table.shape[1] * cache.shape[1]
+
+
+def pages_of_batch(cache: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
+    """The block table (batch, columns) of the sequences of kv; it must have room for them."""
+    found, longest = num_positions(cache, inference_params), inference_params.max_seqlen
+    expected = "for at least max_seqlen, {}, positions in pages of {}"
+    checks.number("inference_params.block_table", found, found >= longest, expected, longest, cache.shape[1])
+    check_room(kv, inference_params, len(inference_params.block_table), longest)
+    first = inference_params.batch_size_offset
+    return inference_params.block_table[first : first + kv.shape[0]]
 
 
 def check_room(x: Tensor, inference_params: Any, rows: int, capacity: int) -> None:

@@ -22,11 +22,12 @@ sequence is then an error. A model whose vocabulary is padded says how many of t
 scaled by this number, an attribute `depends_on_capacity` is true: CUDA graphs are then captured for exactly this
 number.
 
-For CUDA graphs, a model also has `allocate_inference_cache` (see `GenerationMixin`), or a `config` with hidden_size,
-num_attention_heads and num_hidden_layers.
+For CUDA graphs and for caches with pages, a model also has `allocate_inference_cache` (see `GenerationMixin`), or a
+`config` with hidden_size, num_attention_heads and num_hidden_layers.
 
 Modules: `inference_params` is the state that a model is given, `sampling` draws tokens from logits, `decoding` is the
-loop, `speculative` the loop with a draft model, `_steps` runs the model with its caches, `graphs` captures and replays.
+loop, `speculative` the loop with a draft model, `pages` says which pages of a pool each sequence has, `_steps` runs the
+model with its caches, `graphs` captures and replays.
 """
 
 from flash_attn.utils.generation.decoding import (
@@ -42,6 +43,7 @@ from flash_attn.utils.generation.graphs import (
     update_graph_cache,
 )
 from flash_attn.utils.generation.inference_params import InferenceParams
+from flash_attn.utils.generation.pages import OutOfPages, PageAllocator, copy_pages
 from flash_attn.utils.generation.sampling import (
     modify_logits_for_repetition_penalty,
     modify_logits_for_top_k_filtering,
@@ -55,9 +57,12 @@ __all__ = [
     "GenerationMixin",
     "GreedySearchDecoderOnlyOutput",
     "InferenceParams",
+    "OutOfPages",
+    "PageAllocator",
     "SampleDecoderOnlyOutput",
     "allocate_inference_cache",
     "capture_graph",
+    "copy_pages",
     "decode",
     "decode_speculative",
     "modify_logits_for_repetition_penalty",

@@ -12,8 +12,15 @@ from torch import Tensor, nn
 
 from flash_attn import _torch_private
 from flash_attn._ops import checks
-from flash_attn.utils.generation.graphs import DecodingCGCache, new_caches, update_graph_cache
+from flash_attn.utils.generation.graphs import (
+    DecodingCGCache,
+    empty_block_table,
+    new_caches,
+    pool_size,
+    update_graph_cache,
+)
 from flash_attn.utils.generation.inference_params import InferenceParams
+from flash_attn.utils.generation.pages import PageAllocator
 
 
 class Steps:
@@ -31,6 +38,7 @@ class Steps:
         may_end: sequences may end before they have max_length tokens.
         unread: how many tokens at the end of a sequence of max_length are never fed to the model.
         name: what errors call the model.
+        page_size, num_pages: as in `decode`.
 
     Raises ValueError, before anything is allocated, if the model has too few positions.
     """
@@ -49,9 +57,11 @@ class Steps:
         may_end: bool = False,
         unread: int = 1,
         name: str = "the model",
+        page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> None:
         batch, seqlen = input_ids.shape
-        self.model, self.name = model, name
+        self.model, self.name, self.batch = model, name, batch
         _warn_of_dropout(model)
         self.max_tokens: int | None = getattr(model, "max_positions", None)
         if self.max_tokens is not None and leftpad is not None:
@@ -69,6 +79,8 @@ class Steps:
             )
         max_seqlen = max(max_length, seqlen)
         self.vocab_size = getattr(model, "vocab_size", None) if vocab_size is None else vocab_size
+        pool = pool_size(page_size, num_pages, batch, max_seqlen)
+        self.pages = None if pool is None else PageAllocator(*pool)
         self.graphs: DecodingCGCache | None = None
         if cg:
             self.graphs = update_graph_cache(
@@ -79,6 +91,8 @@ class Steps:
                 max_seqlen,
                 tensor_parallel=tensor_parallel,
                 decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # no step is longer
+                page_size=page_size,
+                num_pages=num_pages,
             )
             setattr(model, kept_as, self.graphs)
             assert self.graphs.inference_params is not None  # update_graph_cache has set it
@@ -86,15 +100,20 @@ class Steps:
             self.params.reset(max_seqlen, batch)
         else:
             lengths = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
-            self.params = InferenceParams(max_seqlen, batch, lengths_per_sample=lengths)
+            table = empty_block_table(batch, max_seqlen, pool, input_ids.device)
+            self.params = InferenceParams(max_seqlen, batch, lengths_per_sample=lengths, block_table=table)
         # What graphs of torch.compile return may be overwritten in their next run (mode="reduce-overhead"): caches that
         # one makes, and logits.
         self.is_compiled = any(map(_torch_private.is_compiled, model.modules()))
-        if self.is_compiled and self.graphs is None and hasattr(model, "allocate_inference_cache"):
+        makes_caches = self.pages is not None or (self.is_compiled and hasattr(model, "allocate_inference_cache"))
+        if makes_caches and self.graphs is None:
             self.params.key_value_memory_dict = new_caches(
-                model, batch, max_seqlen, tensor_parallel, device=input_ids.device
+                model, batch, max_seqlen, tensor_parallel, input_ids.device, pool=pool
             )
         self.params.leftpad_per_sample = leftpad
+        if self.pages is not None:
+            for row in range(batch):
+                self.pages.allocate(row)
 
     def _check_positions(self, length: int) -> None:
         """Check that the model has positions for sequences of this length."""
@@ -107,6 +126,7 @@ class Steps:
     def run(self, sequences: Tensor, num_last_tokens: int = 1) -> Tensor:
         """Logits (batch, num_last_tokens, vocab) of sequences (batch, length), which the caches then hold."""
         self._check_positions(sequences.shape[1])
+        self._take_pages(sequences.shape[1])
         offset, leftpad = self.params.seqlen_offset, self.params.leftpad_per_sample
         input_ids = sequences[:, offset:]
         held = offset if offset == 0 or leftpad is None else offset - leftpad  # how many keys the caches hold
@@ -130,9 +150,24 @@ class Steps:
         logits = logits[..., : self.vocab_size]
         return logits.clone() if self.is_compiled else logits
 
+    def _take_pages(self, length: int) -> None:
+        """Give each row pages for `length` tokens, padding included, if the caches have pages."""
+        if self.pages is None:
+            return
+        assert self.params.block_table is not None  # the constructor has set it
+        rows, before = range(self.batch), self.pages.num_free
+        for row in rows:
+            self.pages.append(row, length - self.pages.length(row))
+        if self.pages.num_free != before:
+            table = self.pages.block_table(rows)
+            self.params.block_table[: self.batch, : table.shape[1]] = table
+
     def rewind(self, length: int) -> None:
         """Continue as if the caches held only `length` tokens."""
         self.params.seqlen_offset = length
+        if self.pages is not None:
+            for row in range(self.batch):
+                self.pages.truncate(row, length)
 
 
 def _warn_of_dropout(model: nn.Module) -> None:

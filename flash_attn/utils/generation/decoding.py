@@ -54,6 +54,9 @@ def decode(
     streamer: Any = None,
     attention_mask: Tensor | None = None,
     pad_token_id: int | None = None,
+    *,
+    page_size: int | None = None,
+    num_pages: int | None = None,
 ) -> GreedySearchDecoderOnlyOutput:
     """Continue sequences token by token.
 
@@ -81,10 +84,14 @@ def decode(
             `generate` of transformers takes it. Each prompt must have a token. A sequence continues as it would alone.
         pad_token_id: what fills up sequences that have ended, less than model.vocab_size; None means the first
             eos_token_id.
+        page_size: keep keys and values in pages of so many tokens, which a sequence takes as it grows, instead of in
+            caches for max_length tokens. The results are the same.
+        num_pages: how many pages there are for the whole batch, with page_size; None means enough for sequences of
+            max_length tokens. Fewer save memory where sequences may end before.
 
     Returns a GreedySearchDecoderOnlyOutput, or if top_k is not 1 a SampleDecoderOnlyOutput. The scores are logits as
     the model gives them, before temperature and penalty. Raises TypeError or ValueError for arguments that do not fit
-    together.
+    together; `OutOfPages` if the sequences need more pages than there are.
 
     >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
     """
@@ -104,7 +111,8 @@ def decode(
                 checks.number("pad_token_id", pad_token_id, pad_token_id < size, "from 0 to {}", size - 1)
         leftpad = check_padding(attention_mask, input_ids)
         shared = input_ids, max_length, vocab_size, tensor_parallel, cg
-        steps = Steps(model, *shared, leftpad=leftpad, may_end=bool(ends))
+        paged: dict[str, Any] = dict(page_size=page_size, num_pages=num_pages)
+        steps = Steps(model, *shared, leftpad=leftpad, may_end=bool(ends), **paged)
         rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, ends, pad_token_id, teacher_outputs)
         scores = []
         put(input_ids)
@@ -194,9 +202,10 @@ class GenerationMixin:
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[Any, Any]:
-        """Returns the caches that CUDA graphs write to: one for each layer, by its layer_idx. Models must override it.
+        """Returns caches for CUDA graphs and for pages: one for each layer, by its layer_idx. Models must override it.
 
-        Each has room for batch_size sequences of max_seqlen tokens, in dtype, or in the parameters' dtype if None.
+        Each has shape (batch_size, max_seqlen, 2, heads_kv, head_dim), with pages (num_pages, page_size, 2, heads_kv,
+        head_dim), in dtype, or in the parameters' dtype if None.
         """
         raise NotImplementedError(f"{type(self).__name__} must have a method allocate_inference_cache, found none")
 

@@ -48,6 +48,7 @@ class DecodingCGCache:
     """The CUDA graphs of a model and the caches that they write to.
 
     max_batch_size, max_seqlen, device, dtype: of the caches.
+    pool: (num_pages, page_size) of caches that are pools of pages, else None.
     callables: a graph for each (batch size, tokens of a step), as `capture_graph` returns it.
     mempool: the memory that the graphs share.
     inference_params: the state that the graphs read; it holds the caches.
@@ -64,6 +65,7 @@ class DecodingCGCache:
     inference_params: InferenceParams | None = None
     autocast: torch.dtype | None = None
     addresses: list[int] = dataclasses.field(default_factory=list)
+    pool: tuple[int, int] | None = None
 
     def run(self, input_ids: Tensor, position_ids: Tensor, seqlen: int | Tensor) -> Tensor:
         """Replay the graph for input_ids (batch, tokens of a step), where the caches hold seqlen tokens.
@@ -94,12 +96,15 @@ def update_graph_cache(
     tensor_parallel: int = 1,
     dtype: torch.dtype | None = None,
     n_warmups: int = 2,
+    *,
+    page_size: int | None = None,
+    num_pages: int | None = None,
 ) -> DecodingCGCache:
     """Capture the graphs that `cache` does not have yet, and return it; a new one if it is None.
 
     Caches and all graphs are replaced if the caches are too small, or, for a model with `depends_on_capacity`, of any
-    other size; if the model has moved to another device; if a parameter or buffer has another address; or if autocast
-    has another dtype.
+    other size; if they have pages of another size; if the model has moved to another device; if a parameter or buffer
+    has another address; or if autocast has another dtype.
 
     Arguments:
         batch_size, max_seqlen: the size of the batch, and of its longest sequence.
@@ -109,6 +114,8 @@ def update_graph_cache(
         tensor_parallel: how many processes share the heads that model.config names.
         dtype: of the caches; if None, the dtype of autocast, or without autocast the dtype of the model's parameters.
         n_warmups: how often the model runs before the capture.
+        page_size, num_pages: as in `decode`. The block table of `inference_params` is empty: before a replay, its rows
+            must get the pages that they need, in place.
 
     Raises ValueError if the model is not on a GPU.
     """
@@ -120,6 +127,8 @@ def update_graph_cache(
     cache = DecodingCGCache() if cache is None else cache
     fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
     fits &= max_seqlen == cache.max_seqlen or not getattr(model, "depends_on_capacity", False)
+    pool = pool_size(page_size, num_pages, batch_size, max_seqlen)
+    fits &= _has_room_of(cache.pool, pool)
     made_for = cache.device, cache.dtype, cache.autocast, cache.addresses
     params = cache.inference_params
     if params is None or made_for != (device, dtype, autocast, _addresses(model)) or not fits:
@@ -129,11 +138,15 @@ def update_graph_cache(
             max_seqlen,
             batch_size,
             seqlen_offset=seqlen_og,
-            key_value_memory_dict=new_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
+            key_value_memory_dict=new_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype, pool),
             lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
+            block_table=empty_block_table(batch_size, max_seqlen, pool, device),
         )
         cache.device, cache.dtype, cache.autocast, cache.mempool = device, dtype, autocast, mempool
         cache.max_batch_size, cache.max_seqlen = batch_size, max_seqlen
+        cache.pool = pool
+    if params.block_table is not None:
+        params.block_table.zero_()  # the runs of a capture write to the page 0, which no sequence has yet
     for decoding_seqlen in decoding_seqlens:
         if (batch_size, decoding_seqlen) not in cache.callables:
             cache.callables[batch_size, decoding_seqlen] = capture_graph(
@@ -172,8 +185,8 @@ def capture_graph(
     checks.number("decoding_seqlen", decoding_seqlen, fits, "at least 1 and less than max_seqlen, {}", max_seqlen)
     device = next(model.parameters()).device
     input_ids, position_ids = torch.zeros(2, batch_size, decoding_seqlen, dtype=torch.int64, device=device)
-    before = inference_params.seqlen_offset
-    inference_params.seqlen_offset = max_seqlen - decoding_seqlen
+    before = inference_params.seqlen_offset, inference_params.max_seqlen
+    inference_params.seqlen_offset, inference_params.max_seqlen = max_seqlen - decoding_seqlen, max_seqlen
     inference_params.set_lengths(batch_size, inference_params.seqlen_offset)
 
     def step() -> Tensor:
@@ -183,7 +196,7 @@ def capture_graph(
             ).logits
 
     graph, logits = _captured(step, device, mempool, n_warmups)
-    inference_params.seqlen_offset = before
+    inference_params.seqlen_offset, inference_params.max_seqlen = before
     # Some modules, such as the rotary embedding, replace their tables to grow; the graph still reads the old ones.
     tables = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
 
@@ -242,6 +255,39 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
+def pool_size(page_size: int | None, num_pages: int | None, batch_size: int, max_seqlen: int) -> tuple[int, int] | None:
+    """(num_pages, page_size) of caches with pages, by default for batch_size sequences of max_seqlen tokens.
+
+    Returns None without page_size. Raises TypeError or ValueError for what is no size.
+    """
+    if page_size is None:
+        checks.number("num_pages", num_pages, num_pages is None, "None without page_size")
+        return None
+    page_size = checks.whole("page_size", page_size, "an integer or None")
+    checks.number("page_size", page_size, page_size > 0, "positive")
+    if num_pages is None:
+        return batch_size * -(-max_seqlen // page_size), page_size
+    num_pages = checks.whole("num_pages", num_pages, "an integer or None")
+    checks.number("num_pages", num_pages, num_pages > 0, "positive")
+    return num_pages, page_size
+
+
+def _has_room_of(pool: tuple[int, int] | None, wanted: tuple[int, int] | None) -> bool:
+    """Whether a pool has at least as many pages as another one, of the same size; or neither is one."""
+    if pool is None or wanted is None:
+        return pool is wanted
+    return pool[0] >= wanted[0] and pool[1] == wanted[1]
+
+
+def empty_block_table(
+    batch_size: int, max_seqlen: int, pool: tuple[int, int] | None, device: torch.device | None
+) -> Tensor | None:
+    """A block table (batch_size, pages of max_seqlen tokens) of zeros for a pool (num_pages, page_size), or None."""
+    if pool is None:
+        return None
+    return torch.zeros(batch_size, -(-max_seqlen // pool[1]), dtype=torch.int32, device=device)
+
+
 def new_caches(
     model: Any,
     batch_size: int,
@@ -249,6 +295,7 @@ def new_caches(
     tensor_parallel: int,
     device: torch.device,
     dtype: torch.dtype | None = None,
+    pool: tuple[int, int] | None = None,
 ) -> dict[Hashable, Any]:
     """The caches that the model allocates, or without such a method, new ones of the sizes in its config.
 
@@ -256,7 +303,10 @@ def new_caches(
         batch_size, max_seqlen: the size of the batch, and of its longest sequence.
         tensor_parallel: how many processes share the heads that model.config names.
         dtype: by default that of autocast, or without autocast that of the model's parameters.
+        pool: (num_pages, page_size) of caches with pages, or None.
     """
+    if pool is not None:
+        batch_size, max_seqlen = pool
     dtype = dtype or _autocast_dtype(device) or next(model.parameters()).dtype
     if hasattr(model, "allocate_inference_cache"):
         return model.allocate_inference_cache(batch_size, max_seqlen, dtype)

@@ -22,6 +22,26 @@ class InferenceParams:
         first of them at position 0. If lengths_per_sample is given too, it must say the same.
     writers: which layer writes to each cache, by layer_idx, to detect two layers with the same index. A copy of this
         object starts without them, since it may serve a copy of the model.
+    block_table: int32 (max_batch_size, at least max_seqlen / page_size), or None. If it is given, the cache of a layer
+        is a pool of pages (num_pages, page_size, 2, heads_kv, head_dim), which the caller allocates, and position m of
+        row b is in page block_table[b, m // page_size]. The caller gives each row pages for the tokens of a step
+        before the step, padding included; `PageAllocator` does. Entries behind them are not read, and neither are
+        positions behind the length of a row, whatever they hold. Layers read the table on the device, so that a CUDA
+        graph finds the pages of its replay.
+
+    Rows of the table may share pages that all of them only read, such as those of a common beginning:
+
+    >>> from flash_attn.modules.mha import MHA
+    >>> mha = MHA(64, 1, causal=True, use_flash_attn=True, layer_idx=0)
+    >>> pages = mha.allocate_inference_cache(10, 16)                            # 10 pages of 16 tokens
+    >>> params = InferenceParams(max_seqlen=32, max_batch_size=1, key_value_memory_dict={0: pages})
+    >>> params.block_table = torch.tensor([[7, 2]], dtype=torch.int32)
+    >>> prompt, step = torch.randn(1, 16, 64), torch.randn(2, 1, 64)
+    >>> with torch.no_grad():
+    ...     out = mha(prompt, inference_params=params)
+    ...     params.max_batch_size, params.seqlen_offset = 2, 16
+    ...     params.block_table = torch.tensor([[7, 2], [7, 3]], dtype=torch.int32)
+    ...     out = mha(step, inference_params=params)                            # two rows go on from one prompt
     """
 
     max_seqlen: int
@@ -32,6 +52,7 @@ class InferenceParams:
     lengths_per_sample: Tensor | None = None
     leftpad_per_sample: Tensor | None = None
     writers: dict[Hashable, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    block_table: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | dict(writers={})

@@ -78,6 +78,9 @@ def decode_speculative(
     enable_timing: bool = False,
     debug: bool = False,
     streamer: Any = None,
+    *,
+    page_size: int | None = None,
+    num_pages: int | None = None,
 ) -> GreedySearchDecoderOnlyOutput:
     """Continue one sequence by tokens that a small model proposes and the model accepts or replaces, several at a time.
 
@@ -93,6 +96,7 @@ def decode_speculative(
         enable_timing: print how long it took, how often the model ran and how many proposed tokens were accepted.
         debug: print which tokens are proposed and which accepted.
         streamer: as in `decode`, but put gets all tokens (count,) that a step of the model adds.
+        page_size, num_pages: as in `decode`, for each of the two models.
         For the other arguments see `decode`.
 
     Returns what `decode` returns: sequences (1, at most max_length, but at least one token more than the prompt), and
@@ -109,8 +113,9 @@ def decode_speculative(
         top_k, top_p, temperature = _check_sampling(top_k, top_p, temperature)
         options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
         shared = input_ids, max_length, vocab_size, tensor_parallel, cg
+        paged: dict[str, Any] = dict(page_size=page_size, num_pages=num_pages)
         # The model is never fed the last token of a sequence, the draft model never the last two.
-        steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2), may_end=bool(ends))
+        steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2), may_end=bool(ends), **paged)
         steps_draft = Steps(
             model_draft,
             *shared,
@@ -119,6 +124,7 @@ def decode_speculative(
             may_end=bool(ends),
             unread=2,
             name="model_draft",
+            **paged,
         )
         sequence, rounds = input_ids, []
         scores: list[Tensor] = []
