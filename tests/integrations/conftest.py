@@ -3,6 +3,7 @@
 import importlib.util
 
 NEEDS = {
+    "continuous_batching": ["transformers"],
     "transformers": ["transformers"],
     "diffusers": ["diffusers"],
     "training_libraries": ["accelerate", "datasets", "peft", "transformers", "trl"],
