@@ -37,6 +37,25 @@ def a_case(device):
     yield harness.Case("op", "case", "fp32", lambda: providers, bytes=8)
 
 
+def test_continuous_batching(tmp_path, monkeypatch, capsys):
+    """A provider that cannot run here is reported and left out; the exit status says so."""
+    pytest.importorskip("transformers", minversion="5.17")  # whose cache has the pages that the benchmark asks for
+    from benchmarks import benchmark_continuous_batching as benchmark
+
+    path = tmp_path / "x.csv"
+    monkeypatch.setattr(sys, "argv", ["", "--device=cpu", "--rounds=1", f"--csv={path}", "--providers", "sdpa"])
+    benchmark.main()
+    monkeypatch.setattr(benchmark, "PROVIDERS", {"mute": ("no_attention", {})})
+    monkeypatch.setattr(sys, "argv", ["", "--device=cpu", f"--csv={path}", "--providers", "mute"])
+    with pytest.raises(SystemExit, match=r"failed: llama-tiny 6x3-9\+4 page 4: mute"):
+        benchmark.main()
+    with path.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["case"], row["provider"], row["ratio"]) == ("llama-tiny 6x3-9+4 page 4", "sdpa", "1")
+    assert float(row["tokens_per_s"]) == pytest.approx(24 / float(row["s"]), rel=1e-3)
+    assert "no mute: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("chosen", ["*", "op/case/*"])
 def test_rows_and_plot_of_a_case(chosen, tmp_path, monkeypatch, capsys):
     """A provider that fails is reported and left out."""
