@@ -277,7 +277,7 @@ def plot(requests, path):
         latency.step(ordered, share, where="post", color=COLORS[what], linewidth=2, label=label)
     latency.set(title="Latency", xlabel="at most so many milliseconds", ylabel="share of tokens", xscale="log")
     latency.grid(axis="y", color="#eeeeee")
-    latency.legend(frameon=False, loc="lower right")
+    latency.legend(frameon=False, loc="upper left")
     for axes in (timeline, latency):
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,7 +290,7 @@ def main():
     parser.add_argument("--dim", type=int, default=128, help=f"width, a multiple of {HEAD_DIM} (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="blocks (default %(default)s)")
     parser.add_argument("--context", type=int, default=128, help="bytes that attention sees (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=100, help="training steps (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="training steps (default %(default)s)")
     parser.add_argument("--requests", type=int, default=24, help="how many (default %(default)s)")
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second (default %(default)s)")
     parser.add_argument("--length", type=int, default=60, help="most bytes that one generates (default %(default)s)")

@@ -212,6 +212,25 @@ def test_compiled_steps(name, device):
     torch.testing.assert_close(results[1], results[0])
 
 
+def test_compiled_steps_with_pages(device):
+    from flash_attn.utils.generation import InferenceParams
+
+    model = model_of("llama gqa", device, **FUSED)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids, results = ids_of(model.config, seqlen=8, device=device), []
+    for step in (model, compiled):
+        params = InferenceParams(10, 2, key_value_memory_dict=model.allocate_inference_cache(7, 4))
+        params.block_table = torch.tensor([[6, 0, 1], [2, 5, 3]], dtype=torch.int32, device=device)
+        params.lengths_per_sample = torch.zeros(2, dtype=torch.int32, device=device)
+        with torch.no_grad():
+            model(ids[:, :7], inference_params=params)
+            params.seqlen_offset = 7
+            params.lengths_per_sample.fill_(7)
+            results.append(step(ids[:, 7:], inference_params=params).logits)
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[0], model(ids).logits[:, 7:], rtol=1e-3, atol=1e-3)
+
+
 def test_compiled_steps_compute_no_tables(device):
     """They take those of the prompt, of which growing takes at most one more graph."""
     from flash_attn.utils.generation import InferenceParams

@@ -541,6 +541,36 @@ def test_rows_go_on_from_the_pages_of_one_prompt(case, device):
     assert pages.block_table(range(3))[:, 0].unique().numel() == 1 and pages.num_free == 9 - 1 - 3 * 2
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    "case", params([Case(rotary_dim=16), Case(rotary_dim=8, heads_kv=2), Case(flash=False), Case(alibi=True)])
+)
+def test_rows_of_negative_length_only_pad_the_batch(case, paged, device):
+    """They write nothing, and change nothing for the others; with pages they need none."""
+    module, x = case.module(device), torch.randn(3, 7, case.embed_dim, device=device)
+    inference = InferenceParams(max_seqlen=8, max_batch_size=3)
+    if paged:
+        table = torch.tensor([[5, 0], [-1, -1], [2, 3]], dtype=torch.int32, device=device)
+        inference = in_pages(module, table, 4, 6, 8)
+    with torch.no_grad():
+        rows = [0, 2]
+        if paged:
+            for row in rows:  # the prompts, one after the other
+                inference.batch_size_offset, inference.seqlen_offset = row, 0
+                module(x[row, None, :6], inference_params=inference)
+        else:
+            module(x[:, :6], inference_params=inference)
+        before = inference.key_value_memory_dict[3].clone()
+        inference.batch_size_offset, inference.seqlen_offset = 0, 6
+        inference.lengths_per_sample = torch.tensor([6, -1, 6], dtype=torch.int32, device=device)
+        found = module(x[:, 6:], inference_params=inference)[:, 0]
+        torch.testing.assert_close(found[rows], module(x[rows])[:, -1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[1], module.out_proj(torch.zeros_like(x[1, 0])))
+    after = inference.key_value_memory_dict[3]
+    changed = (after != before) & ~(after.isnan() & before.isnan())
+    assert changed.flatten(2).any(2).sum() == 2  # a token of each of the others
+
+
 def test_pages_of_cross_attention(device):
     """Keys and values of each call are appended, and all of them attended to."""
     module = MHA(64, 4, cross_attn=True, use_flash_attn=True, layer_idx=3, device=device)
