@@ -130,12 +130,12 @@ def are_likeliest(model, prompt, tokens):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_transformers_own_attention(name, calls):
-    """Also of its generate, for each prompt alone. In float32, which transformers gives as it is: on the CPU only."""
+    """Also of its generate, for a prompt alone. In float32, which transformers gives as it is: on the CPU only."""
     model, ids = model_of(name, "cpu", torch.float32), prompts()
     use(model, "paged|eager")
     expected = generated(model, ids, 10)
     use(model, "eager")
-    for prompt, tokens in zip(ids, expected):
+    for prompt, tokens in zip(ids[:2], expected):
         alone = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0, len(prompt) :]
         assert alone.tolist() == tokens
     use(model, "flash_attention_2")

@@ -313,13 +313,13 @@ def test_speculative(name, device):
         assert torch.equal(decode_speculative(ids, model, draft, 20, vocab_size=96).sequences, expected)
 
 
-@pytest.mark.parametrize("name", ["llama gqa", "phi3", "gpt_neox yarn"])
+@pytest.mark.parametrize("name", ["llama gqa", "gpt_neox yarn"])
 def test_speculative_with_pages(name, device):
     model = model_of(name, device)
     ids = ids_of(model.config, batch=1, seqlen=7, device=device)
-    expected = generate(model, ids, 20)[0]
+    expected = generate(model, ids, 16)[0]
     for draft in (model, model_of(name, device, seed=1)):
-        found = decode_speculative(ids, model, draft, 20, vocab_size=96, page_size=4).sequences
+        found = decode_speculative(ids, model, draft, 16, vocab_size=96, page_size=4).sequences
         assert torch.equal(found, expected)
 
 

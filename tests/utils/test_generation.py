@@ -301,10 +301,10 @@ def test_pages_of_speculative_decoding(options, cg, graphs, device):
     model = poisoned(Model(device=device, **options).eval())
     unlike = poisoned(Model(layers=1, device=device, **options).eval())
     input_ids = prompt(1, 6, device)
-    expected = decode(input_ids, model, 20, vocab_size=VOCAB).sequences
+    expected = decode(input_ids, model, 15, vocab_size=VOCAB).sequences
     for draft in (model, unlike):
         found = decode_speculative(
-            input_ids, model, draft, 20, speculative_lookahead=5, vocab_size=VOCAB, cg=cg, page_size=3, num_pages=7
+            input_ids, model, draft, 15, speculative_lookahead=4, vocab_size=VOCAB, cg=cg, page_size=3, num_pages=5
         )
         assert torch.equal(found.sequences, expected)
 

@@ -16,7 +16,7 @@ class InferenceParams:
     batch_size_offset: the row of the caches where this batch begins.
     key_value_memory_dict: the cache of each layer, by its layer_idx.
     lengths_per_sample: int32 (max_batch_size,), how many keys each row of the caches holds, or None where that follows
-        from seqlen_offset. Layers read it on the device, so that a CUDA graph finds the lengths of its replay. After the
+        from seqlen_offset. Layers read it on the device, so that a CUDA graph finds the lengths of its replay. After a
         prompt, a negative number marks a row that only pads the batch: nothing is read or written for it.
     leftpad_per_sample: int32 (max_batch_size,), how many tokens of each row of a prompt are padding on its left, or
         None. Layers leave them out of their caches: row b then holds seqlen_offset - leftpad_per_sample[b] keys, the
