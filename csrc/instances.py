@@ -73,10 +73,14 @@ UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
     )
 }
 SERVING = {  # in tiles of 128 rows, and of 64 where there are few
-    f"flash_attn_serving_sm90_{dtype}_128_{name}{'_few' * few}": _flash_attn(
-        "fwd_sm90", f"run_fwd_serving<{TYPES[dtype]}, 128, {features}, {str(few).lower()}, 128>", "ServingParams"
+    f"flash_attn_serving_sm90_{dtype}_{head_dim}{'_128' * (head_dim_v != head_dim)}_{name}{'_few' * few}": _flash_attn(
+        "fwd_sm90",
+        f"run_fwd_serving<{TYPES[dtype]}, {head_dim}, {features}, {str(few).lower()}, {head_dim_v}>",
+        "ServingParams",
     )
-    for dtype, (name, features), few in itertools.product(TYPES, PORTABLE_FEATURES.items(), (False, True))
+    for dtype, (head_dim, head_dim_v), (name, features), few in itertools.product(
+        TYPES, (*((d, d) for d in HEAD_DIMS), (192, 128)), PORTABLE_FEATURES.items(), (False, True)
+    )
 }
 DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(

@@ -88,6 +88,7 @@ struct Pages {
   const int* block_table;  // (batch, pages per entry); null if there are no pages
   int64_t batch_stride;
   Divisor page_size = Divisor(kMaxSeqlen);  // without pages, more than there are positions
+  int count = kMaxSeqlen;                   // of pages that k and v have; others in the table are as if empty
 };
 
 struct FwdParams {
@@ -104,6 +105,17 @@ struct FwdParams {
 
   bool aligned;  // whether all rows can be moved in aligned chunks of 16 bytes
 };
+
+// The sizes of the first two dimensions of k and v.
+struct KeyExtent {
+  int64_t entries, rows;
+};
+inline KeyExtent extent_of_keys(const FwdParams& p) {
+  if (p.pages.block_table) return {p.pages.count, p.pages.page_size.value};
+  if (p.problem.cu_seqlens_k) return {1, p.problem.seqlen_k};
+  // batch_index may name any entry of k and v, and how many they have is not known here.
+  return {p.problem.batch_index ? kMaxSeqlen : p.problem.batch, p.problem.capacity_k};
+}
 
 // S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. Keys are cut into blocks of dmask_width
 // (fwd/tiles.h), and m(i, j) is the largest score of row i in the block that holds j and in all blocks to its right.

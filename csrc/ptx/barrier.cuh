@@ -40,9 +40,10 @@ struct SharedBarrier {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
   }
 
-  // Arrives for this thread as soon as all of its copies by cp.async that have been started so far have finished.
-  __device__ void arrive_when_copied() {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&state)) : "memory");
+  // The phase does not end before this thread's copies by cp.async that have been started so far have finished: they
+  // count as one more arrival. Some thread must arrive after this.
+  __device__ void wait_for_copies() {
+    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(&state)) : "memory");
   }
 
   // Arrives, and makes the phase expect so many more bytes.

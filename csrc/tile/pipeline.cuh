@@ -59,6 +59,17 @@ __device__ void load_async(Tile& tile, const CUtensorMap& map, int64_t row, int 
   }
 }
 
+// One thread starts the copy of some rows of a tile, from `to` on, a multiple of 8: as many as the map's boxes have.
+template <typename Tile>
+__device__ void load_rows_async(Tile& tile, int to, const CUtensorMap& map, int row, int head, int entry,
+                                ptx::SharedBarrier& arrived) {
+#pragma unroll
+  for (int page = 0; page < Tile::kPages; ++page) {
+    ptx::copy_box_async(tile.address(0, 0) + Tile::distance(to, page), map, page * Tile::kPageCols, head, row, entry,
+                        arrived);
+  }
+}
+
 // One thread starts the copy of kRows rows of a tile, from `from` on, to rows of the tensor, from `row` on.
 template <int kRows, typename Tile>
 __device__ void store_async(const Tile& tile, int from, const CUtensorMap& map, int64_t row, int head, int64_t entry) {

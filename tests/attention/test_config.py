@@ -425,6 +425,8 @@ class Problem:
     bias: bool = False
     out_lo: bool = False
     row_max: bool = False
+    page_size: int = 16
+    leftpad: bool = False
 
     @property
     def group(self):
@@ -452,6 +454,7 @@ class Plan(typing.NamedTuple):
     warpgroups: int
     even: bool
     piece_slots: int
+    box_rows: int
 
 
 def plan_of(host, problem):
@@ -633,9 +636,10 @@ def test_kernels_for_dense_tensors_on_hopper(host, changes, kernel):
         (dict(rows=1, heads=128, heads_k=1), SERVING, SERVING),
         (dict(rows=1, heads=16, heads_k=1), DECODE, DECODE),
         (dict(head_dim=100, head_dim_v=72), SERVING, SERVING),
-        (dict(head_dim=96), SM80, SM80),
-        (dict(head_dim=256), SM80, SM80),
-        (dict(head_dim=192, head_dim_v=128), SM80, SM80),
+        (dict(head_dim=64), SERVING, SERVING),
+        (dict(head_dim=96), SERVING, SERVING),
+        (dict(head_dim=256), SERVING, SERVING),
+        (dict(head_dim=192, head_dim_v=128), SERVING, SERVING),
         (dict(head_dim=264), SM80, SM80),
         (dict(head_dim=512), SM80, SM80),
         (dict(head_dim=64, head_dim_v=512), SM80, SM80),
@@ -660,7 +664,9 @@ def serving_problems(count):
     draw = random.Random(4)
     for problem in problems(count):
         ranges = draw.choice((0, 0, 1, 2))
-        head_dim, head_dim_v = draw.choice([(128, 128), (112, 112), (128, 64), (72, 128)])
+        head_dim, head_dim_v = draw.choice(
+            [(128, 128), (112, 112), (128, 64), (72, 128), (40, 64), (192, 96), (256, 8)]
+        )
         yield dataclasses.replace(
             problem,
             has_sm90=True,
@@ -704,13 +710,43 @@ def test_serving_plan(host):
             assert plan.num_splits == problem.num_splits if fits else 1 <= plan.num_splits <= problem.num_splits
             assert plan.piece_slots == (plan.tiles * plan.num_splits if plan.num_splits > 1 else 0)
             assert plan.piece_slots <= 2**13
-        assert plan.scratch_out == plan.piece_slots * rows * 128
+        assert plan.scratch_out == plan.piece_slots * rows * instance_dims(problem.head_dim, problem.head_dim_v)[1]
         assert plan.scratch_softmax == plan.piece_slots * rows * 2
         assert plan.scratch_records == plan.piece_slots * 9
         assert plan.scratch_counters == 1 + plan.piece_slots
     for place in range(3):
         assert len({which[place] for which in seen}) == 2
     assert {0, 1, 2, 7, 32} <= {which[3] for which in seen}
+
+
+def instance_dims(head_dim, head_dim_v):
+    """The head dims of keys and of values of the instance for sm_90."""
+    built = next(dim for dim in ALL_HEAD_DIMS if max(head_dim, head_dim_v) <= dim)
+    return built, 128 if built == 192 and head_dim_v <= 128 else built
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [dims for dims in HOPPER_HEAD_DIMS if dims[0] <= 256])
+def test_boxes_of_pages(host, head_dim, head_dim_v):
+    """They hold as many rows as divide both a page and the quarter of a tile that a warp copies."""
+    for few, ranges, page_size in itertools.product((False, True), (0, 1), (1, 8, 12, 16, 24, 32, 48, 64, 100, 256)):
+        problem = changed(
+            FEW,
+            rows=1 if few else 300,
+            paged=True,
+            page_size=page_size,
+            ranges=ranges,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            heads=128,
+            heads_k=4,
+        )
+        plan = plan_of(host, problem)
+        assert plan.kernel == SERVING and plan.warpgroups == 2 - few
+        features = ALL if ranges else PLAIN
+        keys = numbers(host, 4, "find_serving_tile", *instance_dims(head_dim, head_dim_v), features, plan.warpgroups)[1]
+        assert plan.box_rows == (math.gcd(page_size, keys // 4) if page_size % 8 == 0 else 0)
+        assert plan_of(host, dataclasses.replace(problem, leftpad=True)).box_rows == 0
+        assert plan_of(host, dataclasses.replace(problem, paged=False, num_splits=2)).box_rows == keys // 4
 
 
 def test_scratch_of_serving_follows_neither_batch_nor_lengths(host):

@@ -84,7 +84,7 @@ const char* find_decode_sizes(int head_dim, int shared_bytes, int64_t* sizes) {
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
   int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90, head_dim_v;
-  int64_t paged, ranges, bias, out_lo, row_max;
+  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad;
 };
 
 // plan: which alternative of FwdPlan it is, the four sizes of scratch, and its fields by the names of Plan in
@@ -110,6 +110,8 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   p.problem.ranges.heads = problem->ranges == 2 ? 1 : 0;
   p.problem.bias.data = problem->bias ? any_int : nullptr;
   p.pages.block_table = problem->paged ? any_int : nullptr;
+  p.pages.page_size = Divisor(static_cast<int>(problem->page_size));
+  p.problem.leftpad_k = problem->leftpad ? any_int : nullptr;
   p.out_lo.data = problem->out_lo ? any_float : nullptr;
   p.row_max = problem->row_max ? any_float : nullptr;
   p.aligned = problem->plain;
@@ -133,7 +135,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
                   tiling.slots.value, tiling.tiles.value, serving ? serving->num_splits : splits.count,
                   splits.least_n_blocks, decoding ? decoding->warps : 0, serving ? serving->blocks : order.blocks,
                   order.swizzle.heads.value, order.swizzle.tiles.value, order.wide, serving ? serving->warpgroups : 0,
-                  serving && serving->even, serving ? serving->slots.count : 0});
+                  serving && serving->even, serving ? serving->slots.count : 0, serving ? serving->box_rows : 0});
   });
 }
 

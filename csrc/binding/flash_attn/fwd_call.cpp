@@ -75,7 +75,7 @@ FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor&
 
   FwdParams p{.problem = problem_of(q, x, batch_of(x, options), options), .q = x.q.ref, .k = x.k.ref, .v = x.v.ref};
   set_entries(p.problem, options, q);
-  p.pages = set_pages(p.problem, options.block_table, q, x.k.seqlen);
+  p.pages = set_pages(p.problem, options.block_table, q, x.k);
   if (options.block_table) p.problem.seqlen_k = p.problem.capacity_k;
   return {.p = p,
           .q = x.q,

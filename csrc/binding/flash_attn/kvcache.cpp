@@ -48,7 +48,7 @@ FwdCall kvcache_call(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   STD_TORCH_CHECK(paged || options.cache_batch_idx || x.k.batch == batch, "k_cache must have q's batch size ", batch);
 
   FwdParams p{.problem = problem_of(q, x, batch, options), .q = x.q.ref, .k = x.k.ref, .v = x.v.ref};
-  p.pages = set_pages(p.problem, options.block_table, q, x.k.seqlen);
+  p.pages = set_pages(p.problem, options.block_table, q, x.k);
   set_lengths(p.problem, options, q);
   const int64_t longest_k = options.cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
   return {.p = p,

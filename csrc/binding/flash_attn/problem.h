@@ -86,19 +86,20 @@ inline void set_entries(flash_attn::Problem& p, Options& options, const Tensor& 
 // The keys of a problem in pages, if there is a block table, and how many an entry has room for. The table may be a
 // part of a larger one: only the pages of an entry must be adjacent. If they are not, `block_table` is made contiguous.
 inline flash_attn::Pages set_pages(flash_attn::Problem& p, OptionalTensor& block_table, const Tensor& q,
-                                   int64_t page_size) {
+                                   const View<const void>& k) {
   if (!block_table) return {};
   check_device(*block_table, q, "block_table");
   check_dtype(*block_table, ScalarType::Int, "block_table");
   const auto sizes = block_table->sizes();
-  STD_TORCH_CHECK(sizes.size() == 2 && sizes[0] == p.batch && page_size >= 1,
+  STD_TORCH_CHECK(sizes.size() == 2 && sizes[0] == p.batch && k.seqlen >= 1,
                   "block_table must have shape (batch, pages per entry), found ", shape_string(sizes));
   const int64_t num_pages = sizes[1];
   if (num_pages > 1 && block_table->stride(1) != 1) block_table = torch::stable::contiguous(*block_table);
-  p.capacity_k = seqlen(num_pages * page_size, "block_table");
+  p.capacity_k = seqlen(num_pages * k.seqlen, "block_table");
   return {.block_table = pointer<int>(block_table),
           .batch_stride = block_table->stride(0),
-          .page_size = Divisor(narrow_size(page_size, "a page"))};
+                    .page_size = Divisor(narrow_size(k.seqlen, "a page")),
+          .count = narrow_size(k.batch, "the number of pages")};
 }
 
 }  // namespace flash::binding::attention

@@ -32,14 +32,13 @@ struct DecodeKernel {
   static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
 };
 
-// Serving instances of fwd_sm90, which are compiled for 128 channels. Dropout, biases and out_lo are for training, and
-// not theirs.
+// Serving instances of fwd_sm90, of up to 256 channels. Dropout, biases and out_lo are for training, and not theirs.
 struct ServingKernel {
   static constexpr Features kInstances[] = {Features::kPlain, Features::kAll};
 
   static bool takes(const FwdParams& p) {
     return p.aligned && p.problem.rng_state == nullptr && !has_bias(p.problem) && p.out_lo.data == nullptr &&
-           p.row_max == nullptr && head_dims(p.problem) == HeadDims{128, 128};
+           p.row_max == nullptr && head_dims(p.problem).of_keys <= 256;
   }
   static bool takes(Features instance, const FwdParams& p) {
     return instance == Features::kAll || (is_plain(p) && !has_ranges(p.problem));

@@ -86,7 +86,7 @@ struct PieceSlots {
   int* used = nullptr;             // (count), 1 where there is a piece; found and left as zeros
 };
 
-// A plan of fwd_sm90 for inference: keys gathered from pages, packed heads, and pieces of keys. Which piece of which
+// A plan of fwd_sm90 for inference: keys in pages, packed heads, and pieces of keys. Which piece of which
 // tile comes next is read from the lengths, on the device (fwd_serving/work_list.cuh).
 struct ServingPlan {
   using Kernel = ServingKernel;
@@ -95,6 +95,7 @@ struct ServingPlan {
   bool even = false;   // each thread block takes an equal share of all n_blocks; else it takes pieces from a counter
   int num_splits = 0;  // pieces of a tile, if not `even`; 0: as many as occupy the GPU
   int blocks = 0;      // of the grid
+  int box_rows = 0;    // of the boxes in which TMA copies K and V, a multiple of 8; 0: none, they are gathered
   PieceSlots slots;
   int* taken = nullptr;  // (1), as in FwdSm90Plan
 };

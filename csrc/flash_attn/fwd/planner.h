@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -272,6 +273,16 @@ inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
   return hints.longest_k >= kManyKeys && (!suits_sm90(p, hints) || (packs && hints.longest_k >= 4 * hints.longest_q));
 }
 
+// How many rows of K or V a box has (ServingPlan): each of four warps copies a quarter of a tile's keys, and all rows
+// of a box are in one page. 0 where pages have no such boxes: a tile begins anywhere in a page where keys are padded on
+// the left, and the pattern of swizzled rows repeats every 8.
+inline int rows_of_box(const FwdParams& p, int tile_keys) {
+  const int quarter = tile_keys / 4;
+  if (!has_pages(p)) return quarter;
+  const int page_size = static_cast<int>(p.pages.page_size.value);
+  return p.problem.leftpad_k || page_size % 8 != 0 ? 0 : std::gcd(page_size, quarter);
+}
+
 // Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.
 // With equal shares, a thread block has two pieces that are not whole tiles. Else a piece has at least 1/4 of a thread
 // block's n_blocks (choose_piece in work_list.cuh), and only tiles of more than 1.5 pieces are cut, into less than 1.5
@@ -279,18 +290,21 @@ inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
 inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
   constexpr int64_t kMostSlots = 1 << 13;
   const Problem& problem = p.problem;
-  const int head_dim_v = ServingKernel::head_dims(problem).of_values, group = problem.heads / problem.heads_k;
+  const auto [head_dim, head_dim_v] = ServingKernel::head_dims(problem);
+  const int group = problem.heads / problem.heads_k;
   const bool few_rows = heads_to_pack(problem, hints.longest_q, 64, true) * hints.longest_q <= 64;
   const int tile_rows = few_rows ? 64 : 128;
   const int packed_heads = heads_to_pack(problem, hints.longest_q, tile_rows, /*or_as_many=*/true);
   const Tiling tiling = tiling_for(problem, packed_heads, tile_rows);
   const bool one_m_block = hints.longest_q * packed_heads <= tile_rows && packed_heads == group;
   const int blocks = std::max(1, hints.multiprocessors);
+  const FwdSm90Tile tile = serving_tile(head_dim, instance_for<ServingKernel>(p), tile_rows / 64, head_dim_v);
   ServingPlan plan{.tiling = tiling,
                    .warpgroups = tile_rows / 64,
                    .even = hints.num_splits == 0 && one_m_block,
                    .num_splits = hints.num_splits,
                    .blocks = blocks,
+                   .box_rows = rows_of_box(p, tile.keys),
                    .slots = {}};
   int64_t slots = plan.even ? 2 * blocks : 6 * blocks;
   if (hints.num_splits > 0) {

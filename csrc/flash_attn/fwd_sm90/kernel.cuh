@@ -65,9 +65,7 @@ void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
   const Problem& problem = p.problem;
   const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
   const int64_t entries_q = problem.cu_seqlens_q ? 1 : problem.batch;
-  const int64_t keys = problem.cu_seqlens_k ? problem.seqlen_k : problem.capacity_k;
-  // batch_index may name any entry of k and v, and how many they have is not known here.
-  const int64_t entries_k = problem.cu_seqlens_k ? 1 : problem.batch_index ? kMaxSeqlen : problem.batch;
+  const auto [entries_k, keys] = extent_of_keys(p);
   FwdSm90Launch args{.q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
                      .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),
                      .v = map_of<typename Shared::Values>(p.v, head_dim_v, problem.heads_k, keys, entries_k),
@@ -88,9 +86,16 @@ template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHead
 void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
   constexpr auto kKind = kFewRows ? FwdSm90Kind::kServingFewRows : FwdSm90Kind::kServing;
   using Config = FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>;
-  const LaunchShape shape{
-      .grid = dim3(p.plan.blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(FwdSm90Shared<Config>)};
-  launch<fwd_sm90_kernel<Config>>(shape, ServingLaunch{p}, stream);
+  using Shared = FwdSm90Shared<Config>;
+  const Problem& problem = p.problem;
+  ServingLaunch args{.k = {}, .v = {}, .params = p};
+  if (const int rows = p.plan.box_rows; rows > 0) {
+    const auto [entries, keys] = extent_of_keys(p);
+    args.k = map_of<typename Shared::Keys>(p.k, problem.head_dim, problem.heads_k, keys, entries, rows);
+    args.v = map_of<typename Shared::Values>(p.v, problem.head_dim_v, problem.heads_k, keys, entries, rows);
+  }
+  const LaunchShape shape{.grid = dim3(p.plan.blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(Shared)};
+  launch<fwd_sm90_kernel<Config>>(shape, args, stream);
   if (p.plan.slots.count > 0) merge_pieces<T, kHeadDimV>(p, stream);
 }
 

@@ -7,7 +7,7 @@
 
 #include "flash_attn/fwd/schedule.cuh"
 #include "flash_attn/fwd/steps.cuh"
-#include "flash_attn/fwd_serving/gather_source.cuh"
+#include "flash_attn/fwd_serving/paged_source.cuh"
 #include "flash_attn/fwd_serving/pieces.cuh"
 #include "flash_attn/fwd_serving/work_list.cuh"
 #include "flash_attn/fwd_sm90/scheduler.cuh"
@@ -26,7 +26,7 @@ using TileScheduler = std::conditional_t<
     Config::kServing, ListScheduler<Config>,
     std::conditional_t<Config::kClusterSize == 1, PersistentScheduler<Config>, SingleTileScheduler<Config>>>;
 template <typename Config>
-using Source = std::conditional_t<Config::kServing, GatherSource<Config>, TmaSource<Config>>;
+using Source = std::conditional_t<Config::kServing, PagedSource<Config>, TmaSource<Config>>;
 
 template <typename Config>
 TileScheduler<Config> __device__ scheduler_of(const typename Config::Launch& launch, FwdSm90Shared<Config>& shared) {

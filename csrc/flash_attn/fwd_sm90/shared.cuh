@@ -27,8 +27,9 @@ struct FwdSm90Launch {
   FwdSm90Params params;
 };
 
-// The same of serving instances, which use no TMA.
+// The same of serving instances. The maps are for boxes of plan.box_rows rows; without boxes they are empty.
 struct ServingLaunch {
+  CUtensorMap k, v;
   ServingParams params;
 };
 
@@ -56,7 +57,7 @@ struct FwdSm90Config {
   static constexpr int kClusterSize = channel_slices(kHeadDim);  // thread blocks that share a tile
   static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
-  static constexpr int kWriters = kServing ? kWarpgroup : 1;  // how many threads announce a tile of Q, K or V
+  static constexpr int kWriters = kServing ? 4 : 1;  // how many warps of the producer copy a part of each tile
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
   // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128. With one
   // consumer there are enough.

@@ -1,21 +1,29 @@
-// The source of serving instances of fwd_sm90: the producer's warpgroup gathers rows by cp.async. So keys may lie in
-// pages of any size, and rows of queries be those of several heads. (A source by TMA: fwd_sm90/tma_source.cuh.)
+// The source of serving instances of fwd_sm90 (a source: fwd_sm90/tma_source.cuh). Keys may lie in pages of any size,
+// and rows of queries be those of several heads. All four warps of the producer copy, each a quarter of a tile's rows,
+// in one of two ways:
 //
-// Each warp copies a quarter of a tile's rows. A lane finds out where one of them lies, and the lanes that copy it get
-// the address from there. Rows that do not exist, or that no query sees, become zeros, and nothing is read for them:
-// pages past the end of an entry are not looked up, and what their unused slots hold does not matter.
+// - boxes: TMA copies several rows of a page at once. For rows of K and V that all exist, of pages whose rows can be
+// cut
+//   into such boxes (plan.box_rows).
+// - gather: each row on its own, by cp.async. For everything else: queries of packed heads, pages of odd sizes, the
+// ends
+//   of what a tile's rows see. Rows that do not exist, or that no query sees, become zeros, and nothing is read for
+//   them: pages past the end of an entry are not looked up, and what their unused slots hold does not matter.
 //
-// A tile is full when the copies of all threads have arrived. wgmma reads shared memory through the async proxy, so
-// consumers also need a fence then (Consumer::wait_full).
+// Either way, lane i finds out where the i-th row of the warp's lies. A tile is full when each warp has arrived and all
+// copies have; wgmma reads shared memory through the async proxy, so consumers also need a fence for those by cp.async
+// (Consumer::wait_full).
 #pragma once
 
 #include <cstdint>
 
+#include "common/tensor_map.h"
 #include "flash_attn/fwd_serving/work_list.cuh"
 #include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/sequence.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/shared.cuh"
@@ -23,7 +31,7 @@
 namespace flash::flash_attn {
 
 template <typename Config>
-struct GatherSource {
+struct PagedSource {
   using T = typename Config::T;
   using Shared = FwdSm90Shared<Config>;
   struct Keys {
@@ -35,15 +43,22 @@ struct GatherSource {
   };
   struct Block {
     int head;
-    Place place;  // of the lane's key; a page of -1 means that there is no such key, or none that is seen
+    Place place;  // of the lane's key; in no page where there is no such key, or none that is seen
+    bool boxes;   // whether the warp's rows are copied in boxes
   };
-  static constexpr int kWarps = 4;
+  static constexpr int kWarps = 4, kKeys = Config::kKeys / kWarps;  // a warp's rows of K and V
+  const ServingLaunch& launch;
   const ServingParams& p;
   Shared& shared;
+  const bool starts_box;  // whether the lane's row is the first of a box
   RingCursor<Config::kQueryStages> q_at;
   RingCursor<Config::kStages> k_at, v_at;
 
-  __device__ GatherSource(const ServingLaunch& launch, Shared& shared) : p(launch.params), shared(shared) {}
+  __device__ PagedSource(const ServingLaunch& launch, Shared& shared)
+      : launch(launch),
+        p(launch.params),
+        shared(shared),
+        starts_box(lane_id() < kKeys && lane_id() % max(p.plan.box_rows, 1) == 0) {}
 
   __device__ static bool copies() { return true; }
   __device__ static bool publishes() { return threadIdx.x % kWarpgroup == 0; }
@@ -104,35 +119,56 @@ struct GatherSource {
   };
 
   __device__ Block block_of(const Keys& keys, int n_block) const {
-    constexpr int kRows = Config::kKeys / kWarps;
-    const int key = n_block * Config::kKeys + warp() * kRows + lane_id();
-    if (lane_id() >= kRows || !keys.seen.covers(key)) return {keys.head, {-1, 0}};
+    const int first = n_block * Config::kKeys + warp() * kKeys, key = first + lane_id();
+    const bool boxes = p.plan.box_rows > 0 && keys.seen.covers(first) && keys.seen.covers(first + kKeys - 1);
+    if (lane_id() >= kKeys || !keys.seen.covers(key)) return {keys.head, {-1, 0}, boxes};
     const int position = keys.first + key, index = p.pages.page_size.divide(position);
     const int page = keys.pages ? ptx::load_early(keys.pages + index) : keys.only_page;
-    return {keys.head, {page, p.pages.page_size.remainder(position, index)}};
+    return {keys.head, {page, p.pages.page_size.remainder(position, index)}, boxes};
   }
   // Its address in k or v.
-  __device__ static const char* address_of(const TensorRef<const void>& x, const Block& block) {
-    const auto& [head, place] = block;
-    if (place.page < 0) return nullptr;
+  __device__ const char* address_of(const TensorRef<const void>& x, const Block& block) const {
+    const auto& [head, place, boxes] = block;
+    if (static_cast<unsigned>(place.page) >= static_cast<unsigned>(p.pages.count)) return nullptr;
     const auto* start = static_cast<const T*>(x.data) + int64_t{head} * x.heads;
     return reinterpret_cast<const char*>(start + place.page * x.batch + place.row * x.seqlen);
   }
 
+  // The warp's part of the next tile of K or V.
+  template <typename Tile, int kStages>
+  __device__ void load_keys(const TensorRef<const void>& x, const CUtensorMap& map, int cols, const Block& block,
+                            Tile (&tiles)[kStages], Ring<kStages>& ring, RingCursor<kStages>& at) {
+    Tile& tile = tiles[at.stage];
+    auto& arrived = ring.full[at.stage];
+    if (block.boxes) {
+      ring.wait_empty(at);
+      if (lane_id() == 0) arrived.arrive_expect_tx(kKeys * Tile::kCols * sizeof(T));
+      __syncwarp();
+      if (starts_box) {
+        load_rows_async(tile, warp() * kKeys + lane_id(), map, block.place.row, block.head, block.place.page, arrived);
+      }
+    } else {
+      const Rows<Tile> rows(address_of(x, block));
+      ring.wait_empty(at);
+      rows.copy_to(tile, cols);
+      arrive_when_copied(arrived);
+    }
+    at.advance();
+  }
+
+  // The warp arrives once, and the tile is not full before the copies of all its lanes have finished.
+  __device__ static void arrive_when_copied(ptx::SharedBarrier& arrived) {
+    arrived.wait_for_copies();
+    __syncwarp();
+    if (lane_id() == 0) arrived.arrive();
+  }
+
   __device__ void load_k(const Block& block) {
-    const Rows<typename Shared::Keys> rows(address_of(p.k, block));
-    shared.k_ring.wait_empty(k_at);
-    rows.copy_to(shared.k[k_at.stage], p.problem.head_dim);
-    shared.k_ring.full[k_at.stage].arrive_when_copied();
-    k_at.advance();
+    load_keys(p.k, launch.k, p.problem.head_dim, block, shared.k, shared.k_ring, k_at);
   }
 
   __device__ void load_v(const Block& block) {
-    const Rows<typename Shared::Values> rows(address_of(p.v, block));
-    shared.v_ring.wait_empty(v_at);
-    rows.copy_to(shared.v[v_at.stage], p.problem.head_dim_v);
-    shared.v_ring.full[v_at.stage].arrive_when_copied();
-    v_at.advance();
+    load_keys(p.v, launch.v, p.problem.head_dim_v, block, shared.v, shared.v_ring, v_at);
   }
 
   __device__ void load_q(const ServingWork<Config>& work) {
@@ -150,7 +186,7 @@ struct GatherSource {
       auto& ring = shared.q_rings[rank];
       ring.wait_empty(q_at);
       rows.copy_to(shared.q[q_at.stage][rank], p.problem.head_dim);
-      ring.full[q_at.stage].arrive_when_copied();
+      arrive_when_copied(ring.full[q_at.stage]);
     }
     q_at.advance();
   }
