@@ -73,6 +73,9 @@ __device__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Waits until all copies of this thread have finished.
+__device__ inline void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ inline uint32_t load_word(uint32_t shared) {
   uint32_t word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");

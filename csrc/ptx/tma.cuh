@@ -12,6 +12,18 @@
 
 namespace flash::ptx {
 
+// True in one of the warp's lanes, which all call it. The compiler knows that it is one: it does not surround a copy
+// that this lane starts by a loop over all lanes that might.
+__device__ inline bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Prefetches a tensor map into the descriptor cache.
 __device__ inline void prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");

@@ -331,15 +331,13 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
 @pytest.mark.parametrize("features", [PLAIN, ALL])
 @pytest.mark.parametrize("head_dim, head_dim_v", [dims for dims in HOPPER_HEAD_DIMS if dims[0] <= 256])
 def test_serving_blocks_fit(host, instances, head_dim, head_dim_v, features, few_rows):
-    """As those for dense tensors; a warpgroup alone has all registers, and the warps that gather have rows to copy."""
+    """As those for dense tensors; a warpgroup alone has all registers, and warps gather whole groups of rows."""
     warpgroups, keys, stages, _ = numbers(host, 4, "find_serving_tile", head_dim, head_dim_v, features, 2 - few_rows)
     shared_bytes, threads = numbers(instances, 2, "find_serving_sizes", head_dim, head_dim_v, features, few_rows)
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert warpgroups == 2 - few_rows and threads == 128 * (warpgroups + 1)
     assert stages >= 2
-    assert (
-        keys % 32 == 0 and keys <= 4 * 32
-    )  # each warp of the producer finds a quarter of the rows, a lane one of them
+    assert keys % 32 == 0  # a warp gathers 32 rows at a time
     assert keys // 2 + keys // 4 + head_dim_v // 2 + 24 <= {1: 255, 2: 208}[warpgroups]
 
 
@@ -727,7 +725,7 @@ def instance_dims(head_dim, head_dim_v):
 
 @pytest.mark.parametrize("head_dim, head_dim_v", [dims for dims in HOPPER_HEAD_DIMS if dims[0] <= 256])
 def test_boxes_of_pages(host, head_dim, head_dim_v):
-    """They hold as many rows as divide both a page and the quarter of a tile that a warp copies."""
+    """They hold as many rows as divide both a page and half a tile."""
     for few, ranges, page_size in itertools.product((False, True), (0, 1), (1, 8, 12, 16, 24, 32, 48, 64, 100, 256)):
         problem = changed(
             FEW,
@@ -744,9 +742,9 @@ def test_boxes_of_pages(host, head_dim, head_dim_v):
         assert plan.kernel == SERVING and plan.warpgroups == 2 - few
         features = ALL if ranges else PLAIN
         keys = numbers(host, 4, "find_serving_tile", *instance_dims(head_dim, head_dim_v), features, plan.warpgroups)[1]
-        assert plan.box_rows == (math.gcd(page_size, keys // 4) if page_size % 8 == 0 else 0)
+        assert plan.box_rows == (math.gcd(page_size, keys // 2) if page_size % 8 == 0 else 0)
         assert plan_of(host, dataclasses.replace(problem, leftpad=True)).box_rows == 0
-        assert plan_of(host, dataclasses.replace(problem, paged=False, num_splits=2)).box_rows == keys // 4
+        assert plan_of(host, dataclasses.replace(problem, paged=False, num_splits=2)).box_rows == keys // 2
 
 
 def test_scratch_of_serving_follows_neither_batch_nor_lengths(host):

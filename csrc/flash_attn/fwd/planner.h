@@ -273,14 +273,13 @@ inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
   return hints.longest_k >= kManyKeys && (!suits_sm90(p, hints) || (packs && hints.longest_k >= 4 * hints.longest_q));
 }
 
-// How many rows of K or V a box has (ServingPlan): each of four warps copies a quarter of a tile's keys, and all rows
-// of a box are in one page. 0 where pages have no such boxes: a tile begins anywhere in a page where keys are padded on
-// the left, and the pattern of swizzled rows repeats every 8.
+// How many rows of K or V a box has (ServingPlan), so that each is in one page: as many as divide a page and half a
+// tile, which a warp copies. 0 where there are no such boxes, as a tile begins anywhere in a page where keys are padded
+// on the left, and the pattern of swizzled rows repeats every 8.
 inline int rows_of_box(const FwdParams& p, int tile_keys) {
-  const int quarter = tile_keys / 4;
-  if (!has_pages(p)) return quarter;
+  if (!has_pages(p)) return tile_keys / 2;
   const int page_size = static_cast<int>(p.pages.page_size.value);
-  return p.problem.leftpad_k || page_size % 8 != 0 ? 0 : std::gcd(page_size, quarter);
+  return p.problem.leftpad_k || page_size % 8 != 0 ? 0 : std::gcd(page_size, tile_keys / 2);
 }
 
 // Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.

@@ -1,17 +1,18 @@
 // The source of serving instances of fwd_sm90 (a source: fwd_sm90/tma_source.cuh). Keys may lie in pages of any size,
-// and rows of queries be those of several heads. All four warps of the producer copy, each a quarter of a tile's rows,
-// in one of two ways:
+// and rows of queries be those of several heads.
 //
-// - boxes: TMA copies several rows of a page at once. For rows of K and V that all exist, of pages whose rows can be
-// cut
-//   into such boxes (plan.box_rows).
-// - gather: each row on its own, by cp.async. For everything else: queries of packed heads, pages of odd sizes, the
-// ends
-//   of what a tile's rows see. Rows that do not exist, or that no query sees, become zeros, and nothing is read for
-//   them: pages past the end of an entry are not looked up, and what their unused slots hold does not matter.
+// The four warps of the producer share the work: two copy K, the other two V and Q, each a half of the rows of each
+// tile. How long a warp takes for a tile matters, as each of its instructions waits for those of the consumer warps of
+// the same scheduler: with a warp for each tile, or with four warps for all tiles, P V waits for V. A half is copied in
+// one of two ways:
 //
-// Either way, lane i finds out where the i-th row of the warp's lies. A tile is full when each warp has arrived and all
-// copies have; wgmma reads shared memory through the async proxy, so consumers also need a fence for those by cp.async
+// - boxes: TMA copies several rows of a page at once. For rows that are all seen, from pages whose rows can be cut into
+//   such boxes (plan.box_rows).
+// - gather: each row on its own, by cp.async. For everything else: pages of odd sizes, the ends of what the rows of a
+//   tile see. Rows that do not exist, or that no query sees, become zeros, and nothing is read for them: pages past the
+//   end of an entry are not looked up, and what their unused slots hold does not matter.
+//
+// wgmma reads shared memory through the async proxy, so consumers need a fence for what cp.async has written
 // (Consumer::wait_full).
 #pragma once
 
@@ -30,162 +31,188 @@
 
 namespace flash::flash_attn {
 
+// kRows rows of a tile that a warp copies, eight at a time: four lanes share a row.
+template <typename Tile, int kRows>
+struct GatheredRows {
+  static constexpr int kLanes = 4, kStep = 32 / kLanes, kSteps = kRows / kStep;
+  static_assert(kRows % kStep == 0 && kRows <= 32 && Tile::kRows % kRows == 0);
+  const char* sources[kSteps];  // of the lane's first chunk in each step
+  uint32_t exist;               // bit i: whether the i-th row exists
+
+  __device__ static int row() { return lane_id() / kLanes; }
+  __device__ static int chunk() { return lane_id() % kLanes; }
+
+  // own: the address of the row that has the lane's number; null for a row of zeros.
+  __device__ explicit GatheredRows(const char* own) : exist(__ballot_sync(~0u, own != nullptr)) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const auto address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(own), i * kStep + row());
+      sources[i] = reinterpret_cast<const char*>(address) + 16 * chunk();
+    }
+  }
+
+  // Starts the copies of the first `cols` channels to the rows of the tile from row0 on, a multiple of 8.
+  __device__ void copy_to(const Tile& tile, int row0, int cols) const {
+    constexpr uint32_t kAll = ~0u >> (32 - kRows);
+    if ((exist & kAll) == kAll && cols == Tile::kCols) return copy_where(tile, row0, [](int, int) { return true; });
+    copy_where(tile, row0, [&](int i, int chunks) {
+      return (exist >> (i * kStep + row()) & 1) && (chunks + chunk()) * Tile::kChunk < cols;
+    });
+  }
+
+ private:
+  template <typename IsValid>
+  __device__ void copy_where(const Tile& tile, int row0, IsValid&& is_valid) const {
+    const uint32_t origin = tile.address(row(), chunk()) + Tile::distance(row0, 0);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int page = 0; page < Tile::kPages; ++page) {
+#pragma unroll
+        for (int chunks = 0; chunks < Tile::kPageChunks; chunks += kLanes) {
+          ptx::copy_async((origin ^ Tile::flip(chunks)) + Tile::distance(i * kStep, page),
+                          sources[i] + page * Tile::kRowBytes + 16 * chunks,
+                          is_valid(i, page * Tile::kPageChunks + chunks));
+        }
+      }
+    }
+  }
+};
+
+// A tile is full when the copies by cp.async of all lanes have finished, and the warp has arrived.
+__device__ inline void arrive_when_copied(ptx::SharedBarrier& full) {
+  full.wait_for_copies();
+  __syncwarp();
+  if (lane_id() == 0) full.arrive();
+}
+
 template <typename Config>
 struct PagedSource {
   using T = typename Config::T;
   using Shared = FwdSm90Shared<Config>;
-  struct Keys {
-    const int* pages;  // null: all keys are in one page, the row of the batch dimension
-    int only_page;
-    int first;  // the position of the entry's first key
-    Interval seen;
-    int head;
-  };
-  struct Block {
-    int head;
-    Place place;  // of the lane's key; in no page where there is no such key, or none that is seen
-    bool boxes;   // whether the warp's rows are copied in boxes
-  };
-  static constexpr int kWarps = 4, kKeys = Config::kKeys / kWarps;  // a warp's rows of K and V
+  static constexpr int kWarps = 4, kHalf = Config::kKeys / 2;
+  static constexpr int kGroup = kHalf % 32 == 0 ? 32 : 16;  // rows that are gathered at a time
   const ServingLaunch& launch;
   const ServingParams& p;
   Shared& shared;
-  const bool starts_box;  // whether the lane's row is the first of a box
+  const int warp;  // of the producer: 0 and 1 copy K, 2 and 3 V and Q
+  const int half;  // which half of each tile
   RingCursor<Config::kQueryStages> q_at;
-  RingCursor<Config::kStages> k_at, v_at;
+  RingCursor<Config::kStages> at;  // in the ring of K or V
 
   __device__ PagedSource(const ServingLaunch& launch, Shared& shared)
-      : launch(launch),
-        p(launch.params),
-        shared(shared),
-        starts_box(lane_id() < kKeys && lane_id() % max(p.plan.box_rows, 1) == 0) {}
+      : launch(launch), p(launch.params), shared(shared), warp(warp_id() % kWarps), half(warp % 2) {}
 
   __device__ static bool copies() { return true; }
   __device__ static bool publishes() { return threadIdx.x % kWarpgroup == 0; }
-  __device__ static int warp() { return warp_id() % kWarps; }
 
-  __device__ Keys keys_of(const ServingWork<Config>& work) const {
-    const int* table = p.pages.block_table;
-    return {.pages = table ? table + work.tile.entry * p.pages.batch_stride : nullptr,
-            .only_page = static_cast<int>(work.seq.k.batch),
-            .first = static_cast<int>(work.seq.k.first),
-            .seen = work.seen,
-            .head = work.tile.key_head};
+  template <typename TakeNext>
+  __device__ void load(const ServingWork<Config>& work, TakeNext&& take_next) {
+    if (warp < 2) {
+      load_keys(p.k, launch.k, p.problem.head_dim, work, shared.k, shared.k_ring);
+      take_next();
+    } else {
+      load_q(work);
+      load_keys(p.v, launch.v, p.problem.head_dim_v, work, shared.v, shared.v_ring);
+    }
   }
+  __device__ void finish() const { ptx::wait_all_copies(); }
 
-  // The rows of a tile that a lane copies its part of.
-  template <typename Tile>
-  struct Rows {
-    static constexpr int kRows = Tile::kRows / kWarps, kLanes = Tile::kPageChunks, kStep = 32 / kLanes;
-    static constexpr int kSteps = kRows / kStep;
-    static_assert(kRows % kStep == 0 && kRows <= 32);
-    const char* sources[kSteps];  // of the lane's chunk in the first page of the tile
-    uint32_t exist;               // bit i: whether the i-th row of the warp's exists
-
-    __device__ static int row() { return lane_id() / kLanes; }
-    __device__ static int chunk() { return lane_id() % kLanes; }
-
-    // own: the address of the row of the warp's that has the lane's number; null for a row of zeros. The addresses are
-    // exchanged before the first copy, and before the wait for an empty stage, so that copies wait for nothing else.
-    __device__ explicit Rows(const char* own) : exist(__ballot_sync(~0u, own != nullptr)) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const auto address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(own), i * kStep + row());
-        sources[i] = reinterpret_cast<const char*>(address) + 16 * chunk();
-      }
-    }
-
-    __device__ void copy_to(const Tile& tile, int cols) const {
-      constexpr uint32_t kAll = ~0u >> (32 - kRows);
-      if ((exist & kAll) == kAll && cols == Tile::kCols) return copy_where(tile, [](int, int) { return true; });
-      copy_where(tile, [&](int i, int page) {
-        return (exist >> (i * kStep + row()) & 1) && (page * kLanes + chunk()) * Tile::kChunk < cols;
-      });
-    }
-
-   private:
-    template <typename IsValid>
-    __device__ void copy_where(const Tile& tile, IsValid&& is_valid) const {
-      const uint32_t origin = tile.address(warp() * kRows + row(), chunk());
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const uint32_t target = (origin ^ Tile::turn(i * kStep)) + Tile::distance(i * kStep, 0);
-#pragma unroll
-        for (int page = 0; page < Tile::kPages; ++page) {
-          ptx::copy_async(target + Tile::distance(0, page), sources[i] + page * Tile::kRowBytes, is_valid(i, page));
-        }
-      }
-    }
+ private:
+  // The warp's half of an n_block: in boxes, lane i knows the place of the i-th box; else that of the i-th row, which
+  // is in no page if no query sees it.
+  struct Block {
+    int first;  // key
+    bool boxes;
+    Place place;
   };
-
-  __device__ Block block_of(const Keys& keys, int n_block) const {
-    const int first = n_block * Config::kKeys + warp() * kKeys, key = first + lane_id();
-    const bool boxes = p.plan.box_rows > 0 && keys.seen.covers(first) && keys.seen.covers(first + kKeys - 1);
-    if (lane_id() >= kKeys || !keys.seen.covers(key)) return {keys.head, {-1, 0}, boxes};
-    const int position = keys.first + key, index = p.pages.page_size.divide(position);
-    const int page = keys.pages ? ptx::load_early(keys.pages + index) : keys.only_page;
-    return {keys.head, {page, p.pages.page_size.remainder(position, index)}, boxes};
+  __device__ Block block_of(const ServingWork<Config>& work, int n_block) const {
+    const int first = n_block * Config::kKeys + half * kHalf;
+    const bool boxes = p.plan.box_rows > 0 && work.seen.covers(first) && work.seen.covers(first + kHalf - 1);
+    const int row = boxes ? lane_id() * p.plan.box_rows : lane_id();
+    return {first, boxes, row < kHalf ? place_of(work, first + row) : Place{-1, 0}};
   }
-  // Its address in k or v.
-  __device__ const char* address_of(const TensorRef<const void>& x, const Block& block) const {
-    const auto& [head, place, boxes] = block;
+  // Where a key of an entry is.
+  __device__ Place place_of(const ServingWork<Config>& work, int key) const {
+    if (!work.seen.covers(key)) return {-1, 0};
+    const int* table = p.pages.block_table;
+    const int position = static_cast<int>(work.seq.k.first) + key, index = p.pages.page_size.divide(position);
+    const int page = table ? ptx::load_early(table + work.tile.entry * p.pages.batch_stride + index)
+                           : static_cast<int>(work.seq.k.batch);  // all keys are in one page
+    return {page, p.pages.page_size.remainder(position, index)};
+  }
+
+  template <typename Tile, int kStages>
+  __device__ void load_keys(const TensorRef<const void>& x, const CUtensorMap& map, int cols,
+                            const ServingWork<Config>& work, Tile (&tiles)[kStages], Ring<kStages>& ring) {
+    const auto [first, last] = work.n_blocks;
+    Block next = block_of(work, last);
+#pragma unroll 1
+    for (int n_block = last; n_block >= first; --n_block) {
+      const Block block = next;
+      if (n_block > first) next = block_of(work, n_block - 1);
+      if (block.boxes) {
+        load_boxes(map, work, block, tiles[at.stage], ring);
+      } else {
+        gather(x, cols, work, block, tiles[at.stage], ring);
+      }
+      at.advance();
+    }
+  }
+
+  template <typename Tile, int kStages>
+  __device__ void load_boxes(const CUtensorMap& map, const ServingWork<Config>& work, const Block& block, Tile& tile,
+                             Ring<kStages>& ring) {
+    ring.wait_empty(at);
+    if (ptx::elect()) ring.expect_tx(at, sizeof(Tile) / 2);
+#pragma unroll 4
+    for (int row = 0, box = 0; row < kHalf; row += p.plan.box_rows, ++box) {
+      const int page = __shfl_sync(~0u, block.place.page, box), page_row = __shfl_sync(~0u, block.place.row, box);
+      if (ptx::elect()) {
+        load_rows_async(tile, half * kHalf + row, map, page_row, work.tile.key_head, page, ring.full[at.stage]);
+      }
+    }
+  }
+
+  template <typename Tile, int kStages>
+  __device__ void gather(const TensorRef<const void>& x, int cols, const ServingWork<Config>& work, const Block& block,
+                         Tile& tile, Ring<kStages>& ring) {
+    const T* start = static_cast<const T*>(x.data) + int64_t{work.tile.key_head} * x.heads;
+    Place next = block.place;
+#pragma unroll 1
+    for (int row = 0; row < kHalf; row += kGroup) {
+      const Place place = next;
+      next = row + kGroup < kHalf ? place_of(work, block.first + row + kGroup + lane_id()) : Place{-1, 0};
+      const GatheredRows<Tile, kGroup> rows(address_of(x, start, place));
+      if (row == 0) ring.wait_empty(at);
+      rows.copy_to(tile, half * kHalf + row, cols);
+    }
+    arrive_when_copied(ring.full[at.stage]);
+  }
+
+  // The address of a row of k or v, whose head starts there; null if there is no such page.
+  __device__ const char* address_of(const TensorRef<const void>& x, const T* start, const Place& place) const {
     if (static_cast<unsigned>(place.page) >= static_cast<unsigned>(p.pages.count)) return nullptr;
-    const auto* start = static_cast<const T*>(x.data) + int64_t{head} * x.heads;
     return reinterpret_cast<const char*>(start + place.page * x.batch + place.row * x.seqlen);
   }
 
-  // The warp's part of the next tile of K or V.
-  template <typename Tile, int kStages>
-  __device__ void load_keys(const TensorRef<const void>& x, const CUtensorMap& map, int cols, const Block& block,
-                            Tile (&tiles)[kStages], Ring<kStages>& ring, RingCursor<kStages>& at) {
-    Tile& tile = tiles[at.stage];
-    auto& arrived = ring.full[at.stage];
-    if (block.boxes) {
-      ring.wait_empty(at);
-      if (lane_id() == 0) arrived.arrive_expect_tx(kKeys * Tile::kCols * sizeof(T));
-      __syncwarp();
-      if (starts_box) {
-        load_rows_async(tile, warp() * kKeys + lane_id(), map, block.place.row, block.head, block.place.page, arrived);
-      }
-    } else {
-      const Rows<Tile> rows(address_of(x, block));
-      ring.wait_empty(at);
-      rows.copy_to(tile, cols);
-      arrive_when_copied(arrived);
-    }
-    at.advance();
-  }
-
-  // The warp arrives once, and the tile is not full before the copies of all its lanes have finished.
-  __device__ static void arrive_when_copied(ptx::SharedBarrier& arrived) {
-    arrived.wait_for_copies();
-    __syncwarp();
-    if (lane_id() == 0) arrived.arrive();
-  }
-
-  __device__ void load_k(const Block& block) {
-    load_keys(p.k, launch.k, p.problem.head_dim, block, shared.k, shared.k_ring, k_at);
-  }
-
-  __device__ void load_v(const Block& block) {
-    load_keys(p.v, launch.v, p.problem.head_dim_v, block, shared.v, shared.v_ring, v_at);
-  }
-
+  // A half of each consumer's rows of Q.
   __device__ void load_q(const ServingWork<Config>& work) {
-    constexpr int kRows = kWarpgroupRows / kWarps;
+    constexpr int kRows = kWarpgroupRows / 2;
+    const int row0 = kRows * half;
     const auto* start = first_token<T>(p.q, work.seq.q, work.tile.head);
 #pragma unroll 1
     for (int rank = 0; rank < Config::kConsumers; ++rank) {
-      const int row = kWarpgroupRows * rank + warp() * kRows + lane_id();
+      const int row = kWarpgroupRows * rank + row0 + lane_id();
       const char* own = nullptr;
-      if (lane_id() < kRows && row < work.rows.count) {
+      if (row < work.rows.count) {
         own =
             reinterpret_cast<const char*>(start + work.rows.token(row) * p.q.seqlen + work.rows.head(row) * p.q.heads);
       }
-      const Rows<typename Shared::OwnRows> rows(own);
+      const GatheredRows<typename Shared::OwnRows, kRows> rows(own);
       auto& ring = shared.q_rings[rank];
       ring.wait_empty(q_at);
-      rows.copy_to(shared.q[q_at.stage][rank], p.problem.head_dim);
+      rows.copy_to(shared.q[q_at.stage][rank], row0, p.problem.head_dim);
       arrive_when_copied(ring.full[q_at.stage]);
     }
     q_at.advance();

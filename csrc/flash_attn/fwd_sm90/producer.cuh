@@ -47,8 +47,6 @@ struct Producer {
   TileScheduler<Config> scheduler;
   Source<Config> source;
   RingCursor<2> work_at;
-  typename Source<Config>::Block last_v;  // the V whose copy is still to be started, if there is one
-  bool has_last_v = false;
 
   __device__ Producer(const typename Config::Launch& launch, Shared& shared)
       : p(launch.params), shared(shared), scheduler(scheduler_of<Config>(launch, shared)), source(launch, shared) {}
@@ -62,30 +60,6 @@ struct Producer {
       shared.work_ring.full[work_at.stage].arrive();
     }
     work_at.advance();
-  }
-
-  // Hands the work to the consumers and starts its copies in the order in which they are needed. A tile's last V is
-  // needed after the first K of the next tile, so its copy is left to the next call. The next tile is taken just before
-  // the last K, which then has to wait for an empty stage anyway.
-  __device__ void load(const Work& work) {
-    publish([&](Work& next) { next = work; });
-    const auto [first, last] = work.n_blocks;
-    const auto keys = source.keys_of(work);
-    auto next = source.block_of(keys, last);
-#pragma unroll 1
-    for (int n_block = last; n_block >= first; --n_block) {
-      const auto block = next;
-      if (n_block > first) {
-        next = source.block_of(keys, n_block - 1);
-      } else {
-        scheduler.take_next();
-      }
-      source.load_k(block);
-      if (has_last_v) source.load_v(last_v);
-      if (n_block == last) source.load_q(work);
-      last_v = block;
-      has_last_v = true;
-    }
   }
 
   // Writes zeros to the tile's rows of a tensor shaped like out.
@@ -123,11 +97,18 @@ struct Producer {
         if (source.publishes()) record_piece(p.plan.slots, work.tile, work.piece);
       }
       if (work.exists() && !has_keys) store_nothing(work);
-      if (source.copies()) has_keys ? load(work) : scheduler.take_next();
+      if (source.copies()) {
+        if (has_keys) {
+          publish([&](Work& next) { next = work; });
+          source.load(work, [&] { scheduler.take_next(); });
+        } else {
+          scheduler.take_next();
+        }
+      }
       scheduler.advance();
     }
     if (!source.copies()) return;
-    if (has_last_v) source.load_v(last_v);
+    source.finish();
     if (source.publishes()) scheduler.finish();
     publish([](Work& none) { none.tile.entry = -1; });
   }

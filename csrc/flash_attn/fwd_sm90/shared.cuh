@@ -57,7 +57,7 @@ struct FwdSm90Config {
   static constexpr int kClusterSize = channel_slices(kHeadDim);  // thread blocks that share a tile
   static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
-  static constexpr int kWriters = kServing ? 4 : 1;  // how many warps of the producer copy a part of each tile
+  static constexpr int kWriters = kServing ? 2 : 1;  // how many warps of the producer copy a part of a tile
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
   // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128. With one
   // consumer there are enough.

@@ -4,9 +4,9 @@
 //
 //   kWarps                  how many warps of the producer's warpgroup take part
 //   copies(), publishes()   whether the calling thread copies; whether it is the one that hands out work
-//   Keys, keys_of(work)     where the keys of a tile lie
-//   Block, block_of(keys, n_block): where those of an n_block lie, asked for long before they are loaded
-//   load_q, load_k, load_v  wait for an empty stage and start the copy of a tile to it
+//   load(work, take_next)   starts the copies of a tile's Q, K and V, as stages become empty. take_next is called once,
+//                           late: after that, the scheduler can tell the next tile
+//   finish()                starts what is left, after the last tile
 #pragma once
 
 #include "flash_attn/fwd_sm90/shared.cuh"
@@ -26,15 +26,14 @@ struct TmaSource {
     int head;
     int bias_entry, bias_head, bias_row;  // only in instances of kBiased
   };
-  struct Block {
-    Keys keys;
-    int n_block;
-  };
   static constexpr int kWarps = 1;
   const FwdSm90Launch& launch;
   Shared& shared;
   RingCursor<Config::kQueryStages> q_at;
   RingCursor<Config::kStages> k_at, v_at;
+  Keys last_keys;  // of the V whose copy is still to be started, if there is one
+  int last_n_block;
+  bool has_last_v = false;
 
   __device__ TmaSource(const FwdSm90Launch& launch, Shared& shared) : launch(launch), shared(shared) {}
 
@@ -48,8 +47,27 @@ struct TmaSource {
             .bias_row = static_cast<int>(work.seq.q.first) + work.tile.row0};
   }
 
-  __device__ static Block block_of(const Keys& keys, int n_block) { return {keys, n_block}; }
+  // Starts the copies in the order in which they are needed. A tile's last V is needed after the first K of the next
+  // tile, so its copy is left to the next call. The next tile is taken just before the last K, which then has to wait
+  // for an empty stage anyway.
+  template <typename TakeNext>
+  __device__ void load(const FwdWork<Config>& work, TakeNext&& take_next) {
+    const auto [first, last] = work.n_blocks;
+    const Keys keys = keys_of(work);
+#pragma unroll 1
+    for (int n_block = last; n_block >= first; --n_block) {
+      if (n_block == first) take_next();
+      load_k(keys, n_block);
+      finish();
+      if (n_block == last) load_q(work);
+      last_keys = keys, last_n_block = n_block, has_last_v = true;
+    }
+  }
+  __device__ void finish() {
+    if (has_last_v) load_v(last_keys, last_n_block);
+  }
 
+ private:
   __device__ void load_q(const FwdWork<Config>& work) {
 #pragma unroll 1
     for (int rank = 0; rank < Config::kConsumers; ++rank) {
@@ -62,8 +80,7 @@ struct TmaSource {
     q_at.advance();
   }
 
-  __device__ void load_k(const Block& block) {
-    const auto& [keys, n_block] = block;
+  __device__ void load_k(const Keys& keys, int n_block) {
     auto& stage = shared.k[k_at.stage];
     const BiasRows& bias_rows = launch.params.problem.bias.rows;
     shared.k_ring.wait_empty(k_at);
@@ -79,8 +96,7 @@ struct TmaSource {
     k_at.advance();
   }
 
-  __device__ void load_v(const Block& block) {
-    const auto& [keys, n_block] = block;
+  __device__ void load_v(const Keys& keys, int n_block) {
     shared.v_ring.wait_empty(v_at);
     auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
     load_async(shared.v[v_at.stage], launch.v, keys.span.first + n_block * Config::kKeys, keys.head, keys.span.batch,

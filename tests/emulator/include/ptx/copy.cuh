@@ -54,6 +54,8 @@ inline void finish_copies() {
   }
 }
 
+inline void wait_all_copies() { finish_copies(); }
+
 template <int kPending>
 void wait_copies() {
   auto& groups = emulator::current->groups;

@@ -26,6 +26,10 @@ inline void in_background(emulator::Work work) {
   }
 }
 
+inline bool elect() {
+  __syncwarp();
+  return threadIdx.x % 32 == 0;
+}
 inline void prefetch(const CUtensorMap&) {}
 
 // The box goes to each block of the cluster whose bit in `blocks` is set.
