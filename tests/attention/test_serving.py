@@ -1,7 +1,7 @@
 """Attention as a server calls it: entries of any length in one batch, whose keys lie in pages of any size.
 
 Whatever belongs to no entry holds NaN here, and tables end in numbers that are no pages. On sm_90 the kernels of
-csrc/flash_attn/fwd_serving take nearly all of these calls with 128 channels, on others the portable ones.
+csrc/flash_attn/fwd_serving take nearly all of these calls, on others the portable ones.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Batch:
     keys: tuple = (600, 70, 300)
     heads: int = 4
     heads_k: int = 2
-    head_dim: int = 128  # for which there are kernels of serving
+    head_dim: int = 128
     head_dim_v: int = 0  # 0: head_dim
     dtype: str = "bf16"
     page: int = 16  # 0: keys are packed

@@ -34,6 +34,7 @@
 #include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/instances.h"
 #include "flash_attn/scores/bias_tile.cuh"
+#include "ptx/sync.cuh"
 #include "tile/shared.cuh"
 #include "tile/warpgroup.cuh"
 
@@ -44,6 +45,7 @@ __global__ __launch_bounds__(Config::kThreads,
                              1) void fwd_sm90_kernel(const __grid_constant__ typename Config::Launch args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<FwdSm90Shared<Config>>();
+  if constexpr (Config::kServing) ptx::launch_dependents();  // merge_pieces, whose blocks come as those of this leave
   if (threadIdx.x == 0) shared.init();
   Config::kClusterSize == 1 ? __syncthreads() : ptx::sync_cluster();
   const int rank = warpgroup_id();

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "flash_attn/fwd_sm90/shared.cuh"
+#include "flash_attn/rows.cuh"
 #include "flash_attn/scores/bias_tile.cuh"
 #include "flash_attn/sequence.cuh"
 #include "tile/fragment.cuh"
@@ -68,6 +69,11 @@ struct TmaSource {
   }
 
  private:
+  // Where the first key of an n_block is; a row of the batch dimension is one page.
+  __device__ static Place place_of(const Keys& keys, int n_block) {
+    return {static_cast<int>(keys.span.batch), static_cast<int>(keys.span.first) + n_block * Config::kKeys};
+  }
+
   __device__ void load_q(const FwdWork<Config>& work) {
 #pragma unroll 1
     for (int rank = 0; rank < Config::kConsumers; ++rank) {
@@ -87,8 +93,8 @@ struct TmaSource {
     int bytes = sizeof(typename Shared::Keys);
     if constexpr (Config::kBiased) bytes += bytes_of_bias<typename Shared::Bias>(bias_rows);
     auto& arrived = shared.k_ring.expect_tx(k_at, bytes);
-    load_async(stage, launch.k, keys.span.first + n_block * Config::kKeys, keys.head, keys.span.batch, arrived,
-               Config::channel());
+    const Place place = place_of(keys, n_block);
+    load_async(stage, launch.k, place.row, keys.head, place.page, arrived, Config::channel());
     if constexpr (Config::kBiased) {
       load_bias(stage.bias, launch.bias, bias_rows, keys.bias_entry, keys.bias_head, keys.bias_row,
                 n_block * Config::kKeys, arrived);
@@ -99,8 +105,8 @@ struct TmaSource {
   __device__ void load_v(const Keys& keys, int n_block) {
     shared.v_ring.wait_empty(v_at);
     auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
-    load_async(shared.v[v_at.stage], launch.v, keys.span.first + n_block * Config::kKeys, keys.head, keys.span.batch,
-               arrived, Config::channel());
+    const Place place = place_of(keys, n_block);
+    load_async(shared.v[v_at.stage], launch.v, place.row, keys.head, place.page, arrived, Config::channel());
     v_at.advance();
   }
 };

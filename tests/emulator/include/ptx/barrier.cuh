@@ -62,10 +62,7 @@ struct SharedBarrier {
   void arrive() {
     change([](BarrierState& now) { now.pending = now.pending - 1; });
   }
-  void arrive_when_copied() {
-    finish_copies();
-    arrive();
-  }
+  void wait_for_copies() { finish_copies(); }
   void arrive_expect_tx(int bytes) {
     change([&](BarrierState& now) { now.pending = now.pending - 1, now.bytes = now.bytes + bytes; });
   }
