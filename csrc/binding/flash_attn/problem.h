@@ -98,7 +98,7 @@ inline flash_attn::Pages set_pages(flash_attn::Problem& p, OptionalTensor& block
   p.capacity_k = seqlen(num_pages * k.seqlen, "block_table");
   return {.block_table = pointer<int>(block_table),
           .batch_stride = block_table->stride(0),
-                    .page_size = Divisor(narrow_size(k.seqlen, "a page")),
+          .page_size = Divisor(narrow_size(k.seqlen, "a page")),
           .count = narrow_size(k.batch, "the number of pages")};
 }
 
