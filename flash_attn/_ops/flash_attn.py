@@ -29,6 +29,7 @@ from flash_attn._ops import autograd, checks, flops, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import merge_parts
+from flash_attn._ops.rotary import rotary
 from flash_attn._reference import attention as reference
 from flash_attn._reference.attention.options import CacheOptions, Options
 
@@ -52,9 +53,10 @@ def forward(
     v: Tensor | None,
     softmax_scale: float | None,
     causal: bool | Tensor,
-    window_size: tuple[int, int],
+    window_size: Sequence[int],
     return_softmax: bool = False,
     given: FeatureArguments | None = None,
+    out: Tensor | None = None,
     /,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -65,6 +67,7 @@ def forward(
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`.
     given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
+    out: a tensor to write the result to, and to return; it has no gradient.
     options: fields of `Options`; None means the default.
     """
     queries: Tensor
@@ -73,6 +76,8 @@ def forward(
     (queries, keys, values), names = (q, k, v), ("q", "k", "v")
     if v is None:
         (queries, keys, values), names = unpack(q, k, v), ("q", "kv", "kv") if k is not None else ("qkv", "qkv", "qkv")
+    if options.get("block_table") is not None:
+        _take_lengths_from_seqused_k(given, options)
     batch, head_dim, is_plain = _check_qkv(names, queries, keys, values, options, given is not None)
     if return_softmax is not False:
         checks.flag("return_attn_probs", return_softmax)
@@ -90,6 +95,9 @@ def forward(
         )
     scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(Options, scores, options, (names, queries, batch))
+    if out is not None:
+        _check_out(out, names, queries, keys, values)
+        _check_wants_no_gradient(names, (queries, keys, values), features)
     s_dmask = rng_state = max_logit = None
     if drops := bool(options.get("dropout_p")):
         arguments = Options(*arguments)
@@ -97,9 +105,13 @@ def forward(
             arguments = _with_bounds(arguments, names, options)
         rng_state = rng.draw_state(q.device)
         arguments = arguments._replace(rng_state=rng_state)
-    if _needs_op(features, is_plain):
-        op, inputs = with_features.fwd_features, (queries, keys, values)
-        out, softmax_lse, max_logit = _call_with_features(op, inputs, features, Options, arguments)
+    features_op, inputs = with_features.fwd_features, (queries, keys, values)
+    if out is not None:
+        wants_lse = return_softmax or given is None or given.return_lse
+        ops = with_features.fwd_features_into, features_op
+        softmax_lse, max_logit = _call_into(out, wants_lse, ops, inputs, features, Options, arguments)
+    elif _needs_op(features, is_plain):
+        out, softmax_lse, max_logit = _call_with_features(features_op, inputs, features, Options, arguments)
     else:
         out, softmax_lse = fwd(q, k, v, *arguments)
     if return_softmax:
@@ -120,7 +132,7 @@ def backward(
     dv: Tensor,
     softmax_scale: float | None,
     causal: bool | Tensor,
-    window_size: tuple[int, int],
+    window_size: Sequence[int],
     /,
     rng_state: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -180,44 +192,54 @@ def decode(
     v_cache: Tensor,
     softmax_scale: float | None,
     causal: bool | Tensor,
-    window_size: tuple[int, int],
+    window_size: Sequence[int],
     cache_seqlens: int | Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     given: FeatureArguments | None = None,
+    out: Tensor | None = None,
     /,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse, max_logit).
 
-    max_logit is None if it is not wanted.
+    max_logit is None if it is not wanted; nor, with an out, is softmax_lse if `given` says so.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_with_kvcache`.
-    given: the arguments that flash-attn 2.8 does not have. options: the other fields of `CacheOptions`; None means the
-        default.
+    given: the arguments that flash-attn 2.8 does not have. out: a tensor to write the result to, and to return.
+    options: the other fields of `CacheOptions`; None means the default.
     """
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
+    names, packed = ("q", "k_cache", "v_cache"), options.get("cu_seqlens_q") is not None
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or given.any_given()):
-        features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
+        features = with_features.checked(given, causal, q, batch, capacity, varlen=packed)
         features, causal = _simplified(features, causal)
     if cache_seqlens is not None:
         name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity)
         options[name] = length
     if k is not None or v is not None:
-        _check_appended(q, k_cache, v_cache, k, v, capacity, options)
+        _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options)
         options["k"], options["v"] = k, v
     if rotary_cos is not None or rotary_sin is not None:
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
-    arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
+    arguments = _checked(CacheOptions, scores, options, (names, q, batch))
+    if out is not None:
+        _check_out(out, (*names, "k", "v"), q, k_cache, v_cache, k, v)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         _warn_of_gradients(q, k_cache, v_cache, k, v, *(() if features is None else features[:2]))
+    if packed and rotary_cos is not None:
+        q, arguments = _rotated(q, CacheOptions(*arguments), features)
+    features_op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
+    if out is not None:
+        wants_lse = given is None or given.return_lse
+        ops = with_features.fwd_kvcache_features_into, features_op
+        return out, *_call_into(out, wants_lse, ops, inputs, features, CacheOptions, arguments)
     if _needs_op(features, is_plain):
-        op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
-        return _call_with_features(op, inputs, features, CacheOptions, arguments)
+        return _call_with_features(features_op, inputs, features, CacheOptions, arguments)
     return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
 
 
@@ -317,7 +339,7 @@ def score_arguments(
     *,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     learnable_sink: Tensor | None = None,
@@ -436,7 +458,7 @@ def _bias_of_each_key(bias, lse, seqlen_k):
 
 
 def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
-    """Check the num_splits that other packages pass to forwards, which choose their splits by themselves."""
+    """Check the num_splits of forwards that other packages call by position: as in flash-attn 2.8, none with pages."""
     if block_table is not None and checks.whole("num_splits", num_splits) > 1:
         raise ArgumentError(
             f"num_splits must be at most 1 with block_table, found {num_splits}: num_splits > 1 is not supported here"
@@ -514,6 +536,64 @@ def _call_with_features(op, inputs, features, kind, arguments):
     else:
         out, softmax_lse, row_max, *_ = op(*inputs, sink, bias, *options, *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
+
+
+def _call_into(out, wants_lse, ops, inputs, features, kind, arguments):
+    """`_call_with_features` with a tensor for out. Returns softmax_lse, or None if it is not wanted, and max_logit.
+
+    ops: the op that writes to tensors of its caller, and the one that returns new ones.
+    """
+    op, returning = ops
+    features, options = features or with_features.Features(), kind(*arguments)
+    if _takes_two_calls(returning, inputs, options, features):
+        result, lse, row_max = _in_two_calls(returning, inputs, options, features)
+        out.copy_(result)
+        return lse, _max_logit(row_max) if features.row_max else None
+    q, (sink, bias, *rest) = inputs[0], features
+    shape = _lse_shape(q, options.cu_seqlens_q)
+    lse = q.new_empty(shape, dtype=torch.float32) if wants_lse else None
+    row_max = q.new_empty(shape, dtype=torch.float32) if features.row_max else None
+    op(*inputs, out, lse, row_max, sink, bias, *options, *rest)
+    return lse, None if row_max is None else _max_logit(row_max)
+
+
+def _rotated(q, options, features):
+    """Rotate packed queries and new keys, as kernels do by themselves where queries have a batch dimension.
+
+    Returns the queries, and the options with rotated keys and without tables.
+    """
+    batch = options.k.shape[0]
+    start = options.cache_seqlens
+    if start is None:
+        start = options.k.new_full((batch,), options.cache_seqlen, dtype=torch.int32)
+    start, tables, interleaved = (
+        start.clamp(min=0),
+        (options.rotary_cos, options.rotary_sin),
+        options.rotary_interleaved,
+    )
+    k = rotary(options.k, *tables, start, 0, None, interleaved, False)
+    if batch > 0:
+        positions = _positions(q, start, options, features)
+        q = rotary(q[:, None], *tables, positions, 0, None, interleaved, False)[:, 0]
+    return q, options._replace(k=k, rotary_cos=None, rotary_sin=None)
+
+
+def _positions(q, start, options, features):
+    """The position of each packed query by which it is rotated; start: that of each entry's first one."""
+    token, ends = torch.arange(q.shape[0], dtype=torch.int32, device=q.device), options.cu_seqlens_q[1:]
+    entry = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+    advance = options.window_left >= 0 or options.window_right >= 0
+    if features is not None:
+        advance = advance or features.attention_chunk > 0 or features.key_ranges is not None
+        if not advance and features.causal is not None:
+            advance = features.causal[entry] != 0
+    positions = (start[entry] + (token - options.cu_seqlens_q[entry]) * advance).int()
+    if _library.can_be_read_at_once(positions):
+        needed = max([position + 1 for position in positions[: ends[-1]].tolist()], default=0)
+        if needed > options.rotary_cos.shape[0]:
+            found = options.rotary_cos.shape[0]
+            raise ArgumentError(f"rotary_cos and rotary_sin must have at least {needed} rows, found {found}")
+    return positions
 
 
 def _takes_two_calls(op, inputs, options, features):
@@ -605,8 +685,9 @@ def _check_qkv(names, q, k, v, options, features=False):
     if varlen:
         device = q.device
         batch = _check_cu_seqlens(_length_name("cu_seqlens_q", names), cu_seqlens_q, device)
-        name_k = _length_name("cu_seqlens_k", names)
-        checks.int32_vector(name_k, options.get("cu_seqlens_k"), batch + 1, device)
+        if options.get("seqused_k") is None or not paged:
+            name_k = _length_name("cu_seqlens_k", names)
+            checks.int32_vector(name_k, options.get("cu_seqlens_k"), batch + 1, device)
     else:
         batch = shape_q[0]
     if paged:
@@ -794,6 +875,38 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 }
 
 
+def _take_lengths_from_seqused_k(given, options):
+    """Drop cu_seqlens_k where keys are in pages and seqused_k has their lengths: engines leave anything in it."""
+    if given is not None and given.seqused_k is not None:
+        options["seqused_k"] = given.seqused_k
+    if options.get("seqused_k") is not None:
+        options["cu_seqlens_k"] = None
+
+
+def _check_out(out, names, q, k, v, *others):
+    """Check a tensor for the result of a call with q, k, v and perhaps others (or None), which have these names."""
+    checks.tensor("out", out, dtypes=(q.dtype,), shape=(*q.shape[:-1], v.shape[-1]), device=q.device)
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
+        raise ArgumentError(f"out must have a contiguous last dimension, found strides {out.stride()}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("out must not require grad where it is written, found requires_grad=True")
+    checks.own_memory(out=out)
+    checks.apart("out", out, dict(zip(names, (q, k, v, *others), strict=True)))
+
+
+def _check_wants_no_gradient(names, tensors, features):
+    """Refuse gradients, for which a result that is written to a tensor of the caller has no place."""
+    if not torch.is_grad_enabled():
+        return
+    terms = () if features is None else features[:2]
+    for name, x in zip((*names, "learnable_sink", "attn_bias"), (*tensors, *terms), strict=False):
+        if x is not None and x.requires_grad:
+            raise ArgumentError(
+                f"{name} must not require grad with out, found requires_grad=True: what is written to out has no "
+                "gradient. Leave out, or call under torch.no_grad()"
+            )
+
+
 def _check_cache(q, k_cache, v_cache, options, features):
     """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
 
@@ -802,13 +915,21 @@ def _check_cache(q, k_cache, v_cache, options, features):
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
     alike = v_cache.shape == shape_k
-    if len(shape_q) != 4 or len(shape_k) != 4 or not alike:
-        checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)")
+    cu_seqlens_q = options.get("cu_seqlens_q")
+    dims_q = 4 if cu_seqlens_q is None else 3
+    if len(shape_q) != dims_q or len(shape_k) != 4 or not alike:
+        packed = "(total_q, heads, head_dim)"
+        checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)" if cu_seqlens_q is None else packed)
         layout = "(batch_cache or num_pages, capacity or page_size, heads_k, head_dim)"
         checks.ndim("k_cache", k_cache, layout)
         checks.ndim("v_cache", v_cache, layout)
-    batch, _, _, head_dim = shape_q
-    rows, length, _, _ = shape_k
+    head_dim, (rows, length, _, _) = shape_q[-1], shape_k
+    if cu_seqlens_q is None:
+        batch = shape_q[0]
+        if options.get("max_seqlen_q") is not None:
+            raise ArgumentError(f"cu_seqlens_q must be given with max_seqlen_q = {options['max_seqlen_q']}, found None")
+    else:
+        batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
     is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
     if not alike:
         is_plain = _check_values("v_cache", v_cache, k_cache, features) and is_plain
@@ -864,7 +985,7 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
     return "cache_seqlen", cache_seqlens
 
 
-def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
+def _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options):
     """Check new keys and values; the caller gave at least one of the two."""
     if k is None or v is None:
         missing, given = ("k", "v") if k is None else ("v", "k")
@@ -877,8 +998,8 @@ def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
             raise ArgumentError(f"{name} must not require grad where it is written, found requires_grad=True")
     checks.alike(("q", "k", "v"), (q, k, v), dtypes=(q.dtype,))
     _, _, heads_k, head_dim = k_cache.shape
-    checks.has_shape("k", k, (q.shape[0], None, heads_k, head_dim))
-    batch, seqlen_new, _, _ = k.shape
+    checks.has_shape("k", k, (batch, None, heads_k, head_dim))
+    seqlen_new = k.shape[1]
     checks.has_shape("v", v, (batch, seqlen_new, heads_k, v_cache.shape[3]))
     length = options.get("cache_seqlen", 0)
     if seqlen_new + length > capacity:
@@ -958,8 +1079,9 @@ def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, dq, dk, dv, *options):
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _fwd_kvcache_fake(q, k_cache, v_cache, *args):
-    return with_features.out_fake(q, v_cache), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
+def _fwd_kvcache_fake(q, k_cache, v_cache, *options):
+    lse_shape = _lse_shape(q, CacheOptions(*options).cu_seqlens_q)
+    return with_features.out_fake(q, v_cache), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def _fwd_reference(q, k, v, *options):
@@ -1053,7 +1175,6 @@ _apply_plain = _torch_private.bare_apply(_PlainAttention)
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
 _OPTIONS = schema.arguments(Options)
 _CACHE_OPTIONS = schema.arguments(CacheOptions)
-_K_OF_CACHE = 3 + CacheOptions._fields.index("k")  # its place among the arguments of fwd_kvcache
 
 fwd = _library.define(
     f"fwd(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> (Tensor out, Tensor softmax_lse)",
@@ -1111,7 +1232,7 @@ fwd_kvcache = _library.define(
     reference=_fwd_kvcache_reference,
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
-    writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
+    writes=lambda args: with_features.CACHES if with_features.appends(args[3:]) else (),
     flops=flops.attention_kvcache,
 )
 

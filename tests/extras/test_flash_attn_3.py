@@ -228,10 +228,6 @@ def test_what_is_not_computed_is_refused(argument, name, device):
 def test_other_refusals(device):
     q, k, v, _ = Case(batch=1, seqlen_q=4, seqlen_k=4).tensors(device)
     cu_seqlens = ints(device, 0, 4)
-    with pytest.raises(NotImplementedError, match="nothing is appended for packed queries"):
-        fa3.flash_attn_with_kvcache(q[0], k, v, k, v, cache_seqlens=0, cu_seqlens_q=cu_seqlens, max_seqlen_q=4)
-    with pytest.raises(NotImplementedError, match="seqused_q must be None"):
-        fa3._flash_attn_forward(q, k, v, seqused_q=ints(device, 2), seqused_k=ints(device, 4))
     with pytest.raises(ValueError, match="cu_seqlens_q must be given with cu_seqlens_k"):
         fa3._flash_attn_forward(q, k, v, cu_seqlens_k=cu_seqlens)
     with pytest.raises(ValueError, match="cu_seqlens_k must be None with page_table"):
