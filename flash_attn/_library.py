@@ -91,8 +91,8 @@ def library_path() -> pathlib.Path | None:
 
 @functools.cache
 def is_switched_off(name: str) -> bool:
-    """Whether the environment asks that the op `name` run without its kernel. A plain form goes with its op."""
-    names = name, name.partition("_plain")[0]
+    """Whether the environment asks that the op `name` run without its kernel. Other forms of an op go with it."""
+    names = name, name.partition("_plain")[0], name.replace("_features_into", "_features")
     patterns = [pattern.strip() for pattern in os.environ.get(_SWITCH, "").split(",")]
     return any(fnmatch.fnmatchcase(each, pattern) for each in names for pattern in patterns)
 

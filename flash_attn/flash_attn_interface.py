@@ -20,7 +20,6 @@ from flash_attn._ops import checks, flash_attn
 from flash_attn._ops.flash_attn_features import FeatureArguments
 
 USE_TRITON_ROCM = False
-_NO_WINDOW = (-1, -1)
 Length = int | Tensor | None  # an upper bound of lengths; a tensor has no dimensions
 __path__: list[str] = []  # as `getattr_of` needs it
 __getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)
@@ -132,14 +131,12 @@ def flash_attn_func(
         and dropout_p == 0
         and type(softcap) is float
         and softcap == 0
-        and type(window_size) is tuple
-        and window_size == _NO_WINDOW
         and return_attn_probs is return_lse is return_max_logit is False
         and learnable_sink is attn_bias is key_ranges is seqused_q is seqused_k is None
         and type(attention_chunk) is int
         and attention_chunk == 0
     ):
-        plain = flash_attn.plain_forward(q, k, v, softmax_scale, causal)
+        plain = flash_attn.plain_forward(q, k, v, softmax_scale, causal, window_size)
         if plain is not None:
             return plain
     _check_given("v", v)
@@ -384,7 +381,42 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
-    _check_hint(scheduler_metadata)
+    if scheduler_metadata is not None:
+        _check_hint(scheduler_metadata)
+    if (  # as in flash_attn_func
+        (causal is True or causal is False)
+        and alibi_slopes is None
+        and deterministic is False
+        and type(dropout_p) is float
+        and dropout_p == 0
+        and type(softcap) is float
+        and softcap == 0
+        and return_attn_probs is return_max_logit is False
+        and (return_lse is True or return_lse is False)
+        and (return_softmax_lse is True or return_softmax_lse is False)
+        and learnable_sink is attn_bias is key_ranges is seqused_q is qv is q_v is None
+        and type(attention_chunk) is int
+        and attention_chunk == 0
+    ):
+        plain = flash_attn.plain_varlen(
+            q,
+            k,
+            v,
+            softmax_scale,
+            causal,
+            window_size,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            block_table,
+            seqused_k,
+            num_splits,
+            out,
+            return_lse or return_softmax_lse,
+        )
+        if plain is not None:
+            return plain
     _refuse_qv(qv=qv, q_v=q_v)
     checks.flag("return_softmax_lse", return_softmax_lse)
     _check_given("v", v)
@@ -676,27 +708,43 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
+    if scheduler_metadata is not None:
+        _check_hint(scheduler_metadata)
     if (  # as in flash_attn_func
         (causal is True or causal is False)
-        and k is v is rotary_cos is rotary_sin is None
         and cache_batch_idx is cache_leftpad is alibi_slopes is None
         and type(softcap) is float
         and softcap == 0
-        and type(num_splits) is int
-        and num_splits == 0
-        and rotary_interleaved is True
-        and type(window_size) is tuple
-        and window_size == _NO_WINDOW
-        and learnable_sink is attn_bias is key_ranges is None
-        and return_softmax_lse is return_max_logit is False
+        and (rotary_interleaved is True or rotary_interleaved is False)
+        and learnable_sink is attn_bias is key_ranges is qv is q_v is None
+        and (return_softmax_lse is True or return_softmax_lse is False)
+        and return_max_logit is False
         and type(attention_chunk) is int
         and attention_chunk == 0
     ):
-        plain = flash_attn.plain_decode(q, k_cache, v_cache, softmax_scale, causal, cache_seqlens, block_table)
+        plain = flash_attn.plain_decode(
+            q,
+            k_cache,
+            v_cache,
+            softmax_scale,
+            causal,
+            window_size,
+            cache_seqlens,
+            block_table,
+            k,
+            v,
+            rotary_cos,
+            rotary_sin,
+            rotary_interleaved,
+            num_splits,
+            cu_seqlens_q,
+            max_seqlen_q,
+            out,
+            return_softmax_lse,
+        )
         if plain is not None:
             return plain
     checks.flag("return_softmax_lse", return_softmax_lse)
-    _check_hint(scheduler_metadata)
     _refuse_qv(qv=qv, q_v=q_v)
     features = FeatureArguments(
         learnable_sink,
@@ -789,8 +837,7 @@ def _wanted(results: tuple[Tensor, Tensor, Tensor | None, Any, Tensor | None], r
 
 
 def _check_hint(scheduler_metadata: object) -> None:
-    if scheduler_metadata is not None:
-        checks.tensor("scheduler_metadata", scheduler_metadata, dtypes=(torch.int32,))
+    checks.tensor("scheduler_metadata", scheduler_metadata, dtypes=(torch.int32,))
 
 
 def _refuse_qv(**values: object) -> None:

@@ -3,8 +3,8 @@
 `forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Optional arguments are
 keywords: the fields of `Options` or `CacheOptions`. `_checked` puts the given ones at their places among the arguments
 of the op, and spends almost no time on the others. The other arguments are positional only: else Python would compare
-each keyword with the name of each of them. `plain_forward` and `plain_decode` are a shorter way for calls without
-options: they leave most checks to the kernel, and call ops with fewer arguments.
+each keyword with the name of each of them. `plain_forward`, `plain_varlen` and `plain_decode` are a shorter way for
+calls with no options but those of servers: they leave most checks to the kernel, and call ops with fewer arguments.
 
 Dense and variable-length batches use the same op; `cu_seqlens_q` is given for variable lengths. Queries, keys and
 values may be separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with
@@ -44,6 +44,7 @@ block_size_n = reference.block_size_n
 unpack = with_features.unpack
 S_DMASK_MULTIPLE = 128
 _FEW = 8  # channels of 16 bits in one 16-byte load, the fewest that kernels read of a row
+_NO_WINDOW, _CAUSAL, _FAR = (-1, -1), (-1, 0), 2**31 - 1  # windows as ops take them, and a side that reaches all keys
 exact_gradients = False  # the option of this name in every call of `forward`; flash_attn/precision.py sets it
 
 
@@ -243,7 +244,9 @@ def decode(
     return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool, /) -> Tensor | None:
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool, window_size: Sequence[int], /
+) -> Tensor | None:
     """Returns out of a dense call without other arguments; None if `forward` has to look at the call.
 
     In small calls a GPU waits for Python. So here is only what the ops need and what their kernels do not check. A call
@@ -251,16 +254,66 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
     """
     if torch.compiler.is_compiling() or exact_gradients:
         return None
-    scale = _scale_if_plain("fwd", q, k, v, softmax_scale)
-    if scale is None:
+    scale = _scale_if_plain("fwd", q, k, v, softmax_scale, 4, 4)
+    window = _plain_window(window_size, is_causal)
+    if scale is None or window is None:
         return None
-    right = 0 if is_causal else -1
     try:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _apply_plain(q, k, v, (scale, -1, right))
-        return _refusable(fwd_plain_out, q, k, v, scale, -1, right)
+            return _apply_plain(q, k, v, (scale, *window))
+        return _refusable(fwd_plain_out, q, k, v, scale, *window)
     except _Refused:
         return None
+
+
+def plain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size: Sequence[int],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    block_table: Tensor | None,
+    seqused_k: Tensor | None,
+    num_splits: int,
+    out: Tensor | None,
+    wants_lse: bool,
+    /,
+) -> Any:
+    """Returns out, or (out, softmax_lse), of packed queries without gradients and other arguments; None as above."""
+    if torch.compiler.is_compiling():
+        return None
+    if block_table is not None and seqused_k is not None:
+        cu_seqlens_k = None
+    elif not _is_plain_index(cu_seqlens_k, 1):
+        return None
+    scale = _scale_if_plain("fwd", q, k, v, softmax_scale, 3, 3 if block_table is None else 4)
+    window = _plain_window(window_size, is_causal)
+    if (
+        scale is None
+        or window is None
+        or not _is_plain_index(cu_seqlens_q, 1)
+        or not (seqused_k is None or _is_plain_index(seqused_k, 1))
+        or not (block_table is None or _is_plain_index(block_table, 2))
+        or not (_is_plain_bound(max_seqlen_q) and _is_plain_bound(max_seqlen_k))
+        or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
+        or not _takes_result(out)
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ):
+        return None
+    if out is None:
+        out = with_features.out_fake(q, v)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if wants_lse else None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k
+    try:
+        _refusable(fwd_plain_into, q, k, v, out, lse, scale, *window, *lengths, num_splits)
+    except _Refused:
+        return None
+    return (out, lse) if wants_lse else out
 
 
 def plain_decode(
@@ -269,27 +322,57 @@ def plain_decode(
     v_cache: Tensor,
     softmax_scale: float | None,
     is_causal: bool,
+    window_size: Sequence[int],
     cache_seqlens: int | Tensor | None,
     block_table: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    num_splits: int,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: Any,
+    out: Tensor | None,
+    wants_lse: bool,
     /,
-) -> Tensor | None:
-    """Returns out of `decode` without other arguments; None as in `plain_forward`."""
+) -> Any:
+    """Returns out, or (out, softmax_lse), of `decode` without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
-    scale = _scale_if_plain("fwd_kvcache", q, k_cache, v_cache, softmax_scale)
+    scale = _scale_if_plain("fwd_kvcache", q, k_cache, v_cache, softmax_scale, 4 if cu_seqlens_q is None else 3, 4)
+    window = _plain_window(window_size, is_causal)
     if (
         scale is None
+        or window is None
         or not (cache_seqlens is None or _is_plain_index(cache_seqlens, 1))
         or not (block_table is None or _is_plain_index(block_table, 2))
-        or not (k_cache.is_contiguous() and v_cache.is_contiguous())  # _check_cache refuses some other layouts
+        or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
+        or not (k_cache.stride(3) == v_cache.stride(3) == 1)  # _check_cache refuses others
         or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
     ):
         return None
-    right = 0 if is_causal else -1
+    appends = not (k is v is rotary_cos is rotary_sin is None)
     try:
-        return _refusable(fwd_kvcache_plain_out, q, k_cache, v_cache, scale, -1, right, cache_seqlens, block_table)
+        if not appends and out is cu_seqlens_q is max_seqlen_q is None and num_splits == 0 and not wants_lse:
+            return _refusable(fwd_kvcache_plain_out, q, k_cache, v_cache, scale, *window, cache_seqlens, block_table)
+        if (
+            (appends and not _appends_plainly(k_cache, v_cache, cache_seqlens, block_table, k, v))
+            or not (rotary_cos is rotary_sin is None or _rotates_plainly(k_cache, block_table, rotary_cos, rotary_sin))
+            or not (max_seqlen_q is None if cu_seqlens_q is None else _is_plain_bound(max_seqlen_q))
+            or not (cu_seqlens_q is None or (rotary_cos is None and _is_plain_index(cu_seqlens_q, 1)))
+            or not _takes_result(out)
+        ):
+            return None
+        if out is None:
+            out = with_features.out_fake(q, v_cache)
+        lse = q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32) if wants_lse else None
+        lengths = cache_seqlens, block_table, cu_seqlens_q, max_seqlen_q, num_splits
+        new = k, v, rotary_cos, rotary_sin, rotary_interleaved
+        _refusable(fwd_kvcache_plain_into, q, k_cache, v_cache, out, lse, scale, *window, *lengths, *new)
     except _Refused:
         return None
+    return (out, lse) if wants_lse else out
 
 
 class _Refused(Exception):
@@ -307,8 +390,11 @@ def _refusable(op, *args):
         raise _Refused from error
 
 
-def _scale_if_plain(op, q, k, v, scale):
-    """Returns the scale of the scores for the plain form of `op`; None if it does not suit these arguments."""
+def _scale_if_plain(op, q, k, v, scale, dims_q, dims_v):
+    """Returns the scale of the scores for a plain form of `op`; None if it does not suit these arguments.
+
+    dims_q, dims_v: the dimensions that q and v must have.
+    """
     if not (type(q) is type(k) is type(v) is Tensor) or q.dtype not in KERNEL_DTYPES:
         return None
     # Modes that look at each op know those with all arguments. With a meta tensor among the arguments, the dispatcher
@@ -316,21 +402,75 @@ def _scale_if_plain(op, q, k, v, scale):
     if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or _torch_private.in_dispatch_mode():
         return None
     # Nested tensors have no sizes to look at.
-    if q.dim() != 4 or v.dim() != 4 or q.is_nested or v.is_nested:
+    if q.dim() != dims_q or v.dim() != dims_v or q.is_nested or v.is_nested:
         return None
     shape = q.shape
-    if not 1 <= shape[3] <= MAX_HEAD_DIM or shape[2] > MANY_HEADS or v.shape[3] > MAX_HEAD_DIM:
+    if not 1 <= shape[-1] <= MAX_HEAD_DIM or shape[-2] > MANY_HEADS or v.shape[-1] > MAX_HEAD_DIM:
         return None
     if not _library.runs_in_kernel(op, q):
         return None
     if scale is None:
-        return shape[3] ** -0.5
+        return shape[-1] ** -0.5
     return scale if type(scale) is float and 0 <= scale < math.inf else None
 
 
 def _is_plain_index(x, dims):
     """Whether `x` holds indices as kernels read them, in rows of any stride, but for its sizes and its device."""
     return type(x) is Tensor and x.dtype is torch.int32 and x.dim() == dims and x.stride(-1) == 1 and not x.is_meta
+
+
+def _is_plain_bound(bound):
+    """Whether `bound` is an upper bound of lengths as ops take it."""
+    return bound is None or (type(bound) is int and bound >= 0)
+
+
+def _plain_window(window_size, is_causal):
+    """Returns window_size as ops take it, (left, right); None if it has to be looked at."""
+    kind = type(window_size)
+    if kind is tuple and window_size == _NO_WINDOW:
+        return _CAUSAL if is_causal else _NO_WINDOW
+    if (kind is not tuple and kind is not list) or len(window_size) != 2:
+        return None
+    left, right = window_size
+    if type(left) is not int or type(right) is not int or left > _FAR or right > _FAR:
+        return None
+    return max(left, -1), 0 if is_causal else max(right, -1)
+
+
+def _takes_result(out):
+    """Whether `out`, where it is given, may be written to. Its shape, its device and its memory, kernels check."""
+    return out is None or (
+        type(out) is Tensor and not out.is_meta and not (out.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _appends_plainly(k_cache, v_cache, cache_seqlens, block_table, k, v):
+    """Whether new keys and values can be appended to these caches, as far as kernels do not check it."""
+    return (
+        type(k) is type(v) is Tensor
+        and not (k.is_meta or v.is_meta)
+        and k.dim() == v.dim() == 4
+        and cache_seqlens is not None
+        and k_cache.is_contiguous()  # so that no two positions share memory
+        and v_cache.is_contiguous()
+        and k_cache.data_ptr() != v_cache.data_ptr()
+        and not (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad))
+    )
+
+
+def _rotates_plainly(k_cache, block_table, cos, sin):
+    """Whether these are tables for all positions of the cache, as far as kernels do not check it."""
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    return (
+        type(cos) is type(sin) is Tensor
+        and not (cos.is_meta or sin.is_meta)
+        and cos.dtype in DTYPES
+        and cos.dim() == 2
+        and cos.shape[0] >= capacity
+        and cos.shape[1] % 8 == 0
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    )
 
 
 def score_arguments(
@@ -1109,6 +1249,14 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
     return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options))
 
 
+def _fwd_into_reference(q, k, v, out, lse, *options):
+    with_features.write_into(_fwd_reference(q, k, v, *options), out, lse)
+
+
+def _fwd_kvcache_into_reference(q, k_cache, v_cache, out, lse, *options):
+    with_features.write_into(_fwd_kvcache_reference(q, k_cache, v_cache, *options), out, lse)
+
+
 def _fwd_composite(q, k, v, *options):
     return with_features.composed(*unpack(q, k, v), Options(*options), with_features.Features())[:2]
 
@@ -1175,6 +1323,7 @@ _apply_plain = _torch_private.bare_apply(_PlainAttention)
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
 _OPTIONS = schema.arguments(Options)
 _CACHE_OPTIONS = schema.arguments(CacheOptions)
+_OUT = (3,)  # its place among the arguments of ops that write to it, beside a new softmax_lse
 
 fwd = _library.define(
     f"fwd(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> (Tensor out, Tensor softmax_lse)",
@@ -1204,6 +1353,16 @@ fwd_plain_out = _library.define(
     fake=lambda *args: _fwd_fake(*args)[0],
     flops=flops.attention_fwd,
     sharding=sharding.attention_fwd_plain_out,
+)
+
+# The plain form of packed queries writes to tensors of its caller, and softmax_lse only if it is given.
+_PLAIN_OF_LENGTHS = schema.arguments(Options, end=Options._fields.index("num_splits") + 1)
+fwd_plain_into = _library.define(
+    f"fwd_plain_into(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? softmax_lse, {_PLAIN_OF_LENGTHS}) -> ()",
+    reference=_fwd_into_reference,
+    fake=lambda *_: None,
+    writes=lambda args: _OUT,
+    flops=lambda *args: flops.attention_fwd(*args[:3], *args[5:]),
 )
 
 # Computes the S_dmask of a call of fwd with the same arguments.
@@ -1253,4 +1412,15 @@ fwd_kvcache_plain_out = _library.define(
     reference=lambda *args: _fwd_kvcache_reference(*args)[0],
     fake=lambda *args: _fwd_kvcache_fake(*args)[0],
     flops=flops.attention_kvcache,
+)
+
+# The plain form that may append, and writes to tensors of its caller like fwd_plain_into.
+_PLAIN_OF_APPENDING = schema.arguments(CacheOptions, end=CacheOptions._fields.index("rotary_interleaved") + 1)
+fwd_kvcache_plain_into = _library.define(
+    "fwd_kvcache_plain_into(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) out, "
+    f"Tensor(d!)? softmax_lse, {_PLAIN_OF_APPENDING}) -> ()",
+    reference=_fwd_kvcache_into_reference,
+    fake=lambda *_: None,
+    writes=lambda args: with_features.CACHES + _OUT if with_features.appends(args[5:]) else _OUT,
+    flops=lambda *args: flops.attention_kvcache(*args[:3], *args[5:]),
 )

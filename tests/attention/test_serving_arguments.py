@@ -11,11 +11,28 @@ import torch
 from compare import identical
 
 from flash_attn import _library, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn._ops import flash_attn as ops
+from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._reference.attention.options import CacheOptions, Options
 from flash_attn.flash_attn_interface import flash_attn_gpu, get_scheduler_metadata
 
+pytestmark = pytest.mark.usefixtures("way")
 INT_MAX = 2**31 - 1
 ROWS, KEYS = (3, 0, 1, 5), (20, 4, 0, 33)  # of each entry
+
+
+@pytest.fixture(params=["long", "short"])
+def way(request, monkeypatch, device):
+    """Whether calls may take their short way, also where the reference computes what kernels would."""
+    if request.param == "long":
+        for name in ("plain_forward", "plain_varlen", "plain_decode"):
+            monkeypatch.setattr(ops, name, lambda *args: None)
+    elif request.param == "short" and not _library.runs_in_kernel("fwd", torch.empty(0, device=device)):
+        monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x: not x.is_meta)
+    return request.param
+
+
+EITHER_WAY = pytest.mark.parametrize("way", ["either way"], indirect=True)  # that which a call takes by itself
 
 
 def ints(device, *values):
@@ -344,12 +361,11 @@ def ragged(device, *, page=0, new=0, rotary=False, some=False, batch_idx=False, 
     return call | options
 
 
-@pytest.mark.parametrize("page", [0, 5])
-@pytest.mark.parametrize("case", RAGGED)
+@pytest.mark.parametrize(
+    ("case", "page"), [(case, page) for case in RAGGED for page in (0, 5) if not (page and "batch_idx" in RAGGED[case])]
+)
 def test_packed_queries_over_a_cache(case, page, device):
     options = RAGGED[case] | dict(page=page)
-    if page and "batch_idx" in options:
-        pytest.skip("a table says where the keys of an entry are")
     call, apart = ragged(device, **options), ragged(device, **options)
     out, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
     assert out.shape == call["q"].shape and lse.shape == (4, len(out))
@@ -415,9 +431,6 @@ def test_negative_lengths_read_and_append_nothing(sink, packs, device):
 @pytest.mark.parametrize("seqused", [(3, 2, 1), (0, 3, 2)], ids=str)
 def test_used_rows_over_a_cache(seqused, device):
     """As the functions of newer interfaces have them."""
-    from flash_attn._ops import flash_attn as ops
-    from flash_attn._ops.flash_attn_features import FeatureArguments
-
     q, caches = randn(3, 3, 4, 64, device=device), randn(2, 3, 40, 2, 64, device=device)
     arguments = None, True, (-1, -1), ints(device, 20, 4, 30), None, None, None, None
     used = FeatureArguments(seqused_q=ints(device, *seqused))
@@ -438,6 +451,7 @@ def compiled(function):
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
+@EITHER_WAY
 def test_compiled_varlen_calls(device):
     call = paged(device) | dict(seqused_k=ints(device, *KEYS), causal=True, num_splits=2, return_softmax_lse=True)
     wanted = flash_attn_varlen_func(**call)
@@ -452,6 +466,7 @@ def test_compiled_varlen_calls(device):
     assert identical(out, wanted[0])
 
 
+@EITHER_WAY
 def test_compiled_calls_with_a_cache(device):
     options = dict(page=16, new=2, causal=True, rotary=True)
     call, again = ragged(device, **options), ragged(device, **options)
@@ -466,6 +481,7 @@ def test_compiled_calls_with_a_cache(device):
     assert identical(out, wanted) and identical(again["k_cache"], call["k_cache"])
 
 
+@EITHER_WAY
 def test_meta_tensors():
     call = paged("meta") | dict(seqused_k=ints("meta", *KEYS))
     out, lse = flash_attn_varlen_func(**call, return_lse=True)
@@ -476,6 +492,7 @@ def test_meta_tensors():
     assert out.shape == (11, 4, 64) and lse.shape == (4, 11)
 
 
+@EITHER_WAY
 def test_opcheck(device):
     call, caches = paged(device), cached(device)
     q, k, v = (call[name] for name in "qkv")
@@ -604,6 +621,7 @@ def rows_of(table):
     ]
 
 
+@EITHER_WAY
 @pytest.mark.parametrize(("function", "change", "says"), rows_of(ERRORS))
 def test_errors(function, change, says, device):
     call = good(function, device)
@@ -615,6 +633,7 @@ def test_errors(function, change, says, device):
         assert x.is_meta or identical(call[name], x), name
 
 
+@EITHER_WAY
 @pytest.mark.parametrize(("function", "change", "says"), rows_of(VALUE_ERRORS))
 def test_errors_of_values(function, change, says, device):
     """Kernels cannot raise for them: they use what is there, and read and write nothing else."""
