@@ -827,7 +827,7 @@ def get_scheduler_metadata(
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def _wanted(results: tuple[Tensor, Tensor, Tensor | None, Any, Tensor | None], return_lse: bool) -> Any:
+def _wanted(results: tuple[Tensor, Tensor | None, Tensor | None, Any, Tensor | None], return_lse: bool) -> Any:
     """Of the results of `flash_attn.forward`, returns those that the caller asked for: out alone, or a tuple."""
     out, softmax_lse, s_dmask, _, max_logit = results
     if s_dmask is None and max_logit is None and not return_lse:

@@ -64,7 +64,7 @@ def forward(
     """Attention. Returns (out, softmax_lse, S_dmask, rng_state, max_logit).
 
     S_dmask and rng_state are None if neither S_dmask nor dropout is wanted; without dropout, S_dmask is empty.
-    max_logit is None if it is not wanted.
+    max_logit is None if it is not wanted; so is softmax_lse where `out` is given and nothing asks for it.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`.
     given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
@@ -206,7 +206,7 @@ def decode(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse, max_logit).
 
-    max_logit is None if it is not wanted; nor, with an out, is softmax_lse if `given` says so.
+    max_logit is None if it is not wanted; so is softmax_lse where `out` is given and nothing asks for it.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_with_kvcache`.
     given: the arguments that flash-attn 2.8 does not have. out: a tensor to write the result to, and to return.
