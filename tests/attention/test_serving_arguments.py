@@ -582,6 +582,8 @@ VALUE_ERRORS = {  # of values, which are read where that waits for no device
         ("seqused_k: past the table", lambda good: dict(seqused_k=good["seqused_k"] + 20),
          r"seqused_k must be between 0 and 48 for entry 3, found 53: the pages of block_table hold no more"),
         ("seqused_k: negative", lambda good: dict(seqused_k=good["seqused_k"] - 5), r"seqused_k .*entry 1, found -1"),
+        ("seqused_k: past packed keys", lambda good: packed("cpu") | dict(seqused_k=ints("cpu", 20, 5, 0, 33)),
+         r"seqused_k must be between 0 and 4 for entry 1, found 5"),
         ("cu_seqlens_k: past the table", lambda good: dict(seqused_k=None, cu_seqlens_k=good["cu_seqlens_q"] * 11),
          r"cu_seqlens_k must .*48 keys .*block_table hold, found 55 for entry 3"),
         ("table: too narrow", lambda good: dict(block_table=good["block_table"][:, :1]),
