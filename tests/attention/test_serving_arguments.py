@@ -19,6 +19,7 @@ from flash_attn.flash_attn_interface import flash_attn_gpu, get_scheduler_metada
 pytestmark = pytest.mark.usefixtures("way")
 INT_MAX = 2**31 - 1
 ROWS, KEYS = (3, 0, 1, 5), (20, 4, 0, 33)  # of each entry
+HEADS, HEADS_K, DIM = 8, 2, 128  # for which there are kernels of serving
 
 
 @pytest.fixture(params=["long", "short"])
@@ -47,11 +48,11 @@ def randn(*shape, device, dtype=torch.bfloat16, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def pages(device, page=16, heads_k=2, head_dim=64, dtype=torch.bfloat16):
+def pages(device, page=16, dtype=torch.bfloat16):
     """Two pools, and a table of 33 keys for each of the entries, which belong to no other."""
     width = -(-max(KEYS) // page)
     count = len(KEYS) * width + 2
-    pools = randn(2, count, page, heads_k, head_dim, device=device, dtype=dtype)
+    pools = randn(2, count, page, HEADS_K, DIM, device=device, dtype=dtype)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))[: len(KEYS) * width]
     return *pools, order.view(len(KEYS), width).int().to(device)
 
@@ -59,18 +60,21 @@ def pages(device, page=16, heads_k=2, head_dim=64, dtype=torch.bfloat16):
 def paged(device, page=16, **kinds):
     """The arguments of a varlen call over pages, without the lengths of keys."""
     k, v, table = pages(device, page, **kinds)
-    q = randn(sum(ROWS) + 2, 4, 64, device=device, seed=2, **kinds)
+    q = randn(sum(ROWS) + 2, HEADS, DIM, device=device, seed=2, **kinds)
     return dict(q=q, k=k, v=v, cu_seqlens_q=bounds(device, ROWS), max_seqlen_q=5, max_seqlen_k=33, block_table=table)
 
 
 def packed(device, **kinds):
-    k, v = randn(2, sum(KEYS), 2, 64, device=device, **kinds)
+    k, v = randn(2, sum(KEYS), HEADS_K, DIM, device=device, **kinds)
     return dict(paged(device, **kinds), k=k, v=v, block_table=None, cu_seqlens_k=bounds(device, KEYS))
 
 
 def cached(device, rows=3, **kinds):
     """The arguments of a call with a cache of 40 positions and no pages."""
-    q, caches = randn(4, rows, 4, 64, device=device, **kinds), randn(2, 4, 40, 2, 64, device=device, seed=1, **kinds)
+    q, caches = (
+        randn(4, rows, HEADS, DIM, device=device, **kinds),
+        randn(2, 4, 40, HEADS_K, DIM, device=device, seed=1, **kinds),
+    )
     return dict(q=q, k_cache=caches[0], v_cache=caches[1], cache_seqlens=ints(device, *KEYS), causal=True)
 
 
@@ -89,18 +93,18 @@ GARBAGE = {
 def private(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, **options):
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     more = dict(block_table=block_table, seqused_k=seqused_k)
-    return torch.ops.flash_attn._flash_attn_varlen_forward(q, k, v, *bounds, 0.0, 0.125, True, **more)[:2]
+    return torch.ops.flash_attn._flash_attn_varlen_forward(q, k, v, *bounds, 0.0, DIM**-0.5, True, **more)[:2]
 
 
 def positional(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, **options):
     where = cu_seqlens_q, cu_seqlens_k, seqused_k, None, block_table, None, max_seqlen_q, max_seqlen_k
-    scores = 0.0, 0.125, False, True, -1, -1, 0.0, False
+    scores = 0.0, DIM**-0.5, False, True, -1, -1, 0.0, False
     return flash_attn_gpu.varlen_fwd(q, k, v, None, *where, *scores)[:2]
 
 
 def raw(q, k, v, block_table, **options):
     fields = {name: value for name, value in options.items() if name in Options._fields}
-    return torch.ops.flash_attn.fwd(q, k, v, *Options(0.125, -1, 0, block_table=block_table, **fields))
+    return torch.ops.flash_attn.fwd(q, k, v, *Options(DIM**-0.5, -1, 0, block_table=block_table, **fields))
 
 
 DOORS = {
@@ -128,7 +132,7 @@ def test_cu_seqlens_k_is_ignored_beside_pages_and_seqused_k(door, garbage, devic
 def test_seqused_k_has_the_lengths_of_keys_in_pages(options, page, device):
     call = paged(device, page)
     if "learnable_sink" in options:
-        options = dict(options, learnable_sink=randn(4, device=device))
+        options = dict(options, learnable_sink=randn(HEADS, device=device))
     expected = flash_attn_varlen_func(**call, cu_seqlens_k=bounds(device, KEYS), **options, return_lse=True)
     found = flash_attn_varlen_func(**call, seqused_k=ints(device, *KEYS), **options, return_softmax_lse=True)
     assert all(map(identical, found, expected))
@@ -161,7 +165,7 @@ def test_splits_and_hints_of_varlen_calls(num_splits, device):
     found = flash_attn_varlen_func(**call, num_splits=num_splits)
     for each, wanted in zip(found, flash_attn_varlen_func(**call), strict=True):
         torch.testing.assert_close(each, wanted, rtol=2**-7, atol=2**-9)
-    hint = get_scheduler_metadata(4, 5, 33, 4, 2, 64, call["seqused_k"], page_size=16, causal=True)
+    hint = get_scheduler_metadata(4, 5, 33, HEADS, HEADS_K, DIM, call["seqused_k"], page_size=16, causal=True)
     assert hint.dtype == torch.int32 and hint.device == call["q"].device
     for metadata in (hint, torch.full((13,), -1, dtype=torch.int32, device=device)):
         again = flash_attn_varlen_func(**call, num_splits=num_splits, scheduler_metadata=metadata)
@@ -185,7 +189,7 @@ LAYOUTS = {"contiguous": lambda like: torch.full_like(like, 7), "gaps": gaps, "h
 OPTIONS = {
     "plain": {},
     "window": dict(window_size=(9, 0)),
-    "sink": dict(learnable_sink=(4,), softcap=5.0),
+    "sink": dict(learnable_sink=(HEADS,), softcap=5.0),
     "bias": dict(attn_bias=(1, 40)),
     "two ranges": dict(key_ranges=[0, 5, 7, 30]),
     "chunk": dict(attention_chunk=6),
@@ -236,7 +240,7 @@ def test_decoding_writes_to_out(layout, options, device):
 
 def test_appending_and_writing_to_out(device):
     call, again = cached(device), cached(device)
-    new = dict(zip("kv", randn(2, 4, 3, 2, 64, device=device, seed=5), strict=True))
+    new = dict(zip("kv", randn(2, 4, 3, HEADS_K, DIM, device=device, seed=5), strict=True))
     wanted = flash_attn_with_kvcache(**call, **new)
     out = torch.full_like(wanted, 7)
     assert flash_attn_with_kvcache(**again, **new, out=out) is out
@@ -247,7 +251,7 @@ def test_appending_and_writing_to_out(device):
 def test_versions_tell_autograd_what_was_written(device):
     call = cached(device)
     call |= {name: call[name].clone() for name in ("k_cache", "v_cache")}
-    out, (k, v) = torch.empty_like(call["q"]), randn(2, 4, 3, 2, 64, device=device)
+    out, (k, v) = torch.empty_like(call["q"]), randn(2, 4, 3, HEADS_K, DIM, device=device)
 
     def versions():
         return [x._version for x in (call["k_cache"], call["v_cache"], out)]
@@ -264,8 +268,12 @@ def test_out_may_lie_beside_q_in_one_tensor(device):
     """Columns of one matrix share no element, in whatever order they lie."""
     call = paged(device) | dict(seqused_k=ints(device, *KEYS))
     wanted = flash_attn_varlen_func(**call)
-    both = call["q"].new_zeros(len(call["q"]), 8, 64)
-    for q, out in ((both[:, :4], both[:, 4:]), (both[:, 4:], both[:, :4]), (both[:, ::2], both[:, 1::2])):
+    both = call["q"].new_zeros(len(call["q"]), 2 * HEADS, DIM)
+    for q, out in (
+        (both[:, :HEADS], both[:, HEADS:]),
+        (both[:, HEADS:], both[:, :HEADS]),
+        (both[:, ::2], both[:, 1::2]),
+    ):
         q.copy_(call["q"])
         assert identical(flash_attn_varlen_func(**call | dict(q=q), out=out), wanted)
 
@@ -300,7 +308,7 @@ def test_out_without_gradients(device):
 def test_out_of_no_rows(make, device):
     call = make(device) | dict(seqused_k=ints(device, *KEYS))
     call |= dict(q=call["q"][:0], cu_seqlens_q=ints(device, 0, 0, 0, 0, 0))
-    out = call["q"].new_empty(0, 4, 64)
+    out = call["q"].new_empty(0, HEADS, DIM)
     assert flash_attn_varlen_func(**call, out=out) is out
 
 
@@ -340,14 +348,14 @@ RAGGED = {
 
 def ragged(device, *, page=0, new=0, rotary=False, some=False, batch_idx=False, leftpad=False, sink=False, **options):
     """A call with packed queries over a cache; `entry_of` tells what an entry of it is."""
-    q = randn(sum(ROWS) + 2, 4, 64, device=device, seed=2)
+    q = randn(sum(ROWS) + 2, HEADS, DIM, device=device, seed=2)
     call = dict(q=q, cu_seqlens_q=bounds(device, ROWS), max_seqlen_q=5, cache_seqlens=ints(device, 20, 4, 0, 30))
     if page:
         call["k_cache"], call["v_cache"], call["block_table"] = pages(device, page)
     else:
-        call["k_cache"], call["v_cache"] = randn(2, 6 if batch_idx else 4, 40, 2, 64, device=device)
+        call["k_cache"], call["v_cache"] = randn(2, 6 if batch_idx else 4, 40, HEADS_K, DIM, device=device)
     if new:
-        call["k"], call["v"] = randn(2, 4, new, 2, 64, device=device, seed=6)
+        call["k"], call["v"] = randn(2, 4, new, HEADS_K, DIM, device=device, seed=6)
     if rotary:
         call |= rotation(device)
     if some:
@@ -357,7 +365,7 @@ def ragged(device, *, page=0, new=0, rotary=False, some=False, batch_idx=False, 
     if leftpad:
         call["cache_leftpad"] = ints(device, 3, 0, 0, 29)
     if sink:
-        call["learnable_sink"] = randn(4, device=device)
+        call["learnable_sink"] = randn(HEADS, device=device)
     return call | options
 
 
@@ -368,7 +376,7 @@ def test_packed_queries_over_a_cache(case, page, device):
     options = RAGGED[case] | dict(page=page)
     call, apart = ragged(device, **options), ragged(device, **options)
     out, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
-    assert out.shape == call["q"].shape and lse.shape == (4, len(out))
+    assert out.shape == call["q"].shape and lse.shape == (HEADS, len(out))
     rows = bounds("cpu", ROWS).tolist()
     for b, (start, end) in enumerate(itertools.pairwise(rows)):
         own = entry_of(apart, b, slice(start, end)) | dict(cache_seqlens=apart["cache_seqlens"][b : b + 1])
@@ -392,7 +400,7 @@ def test_unknown_bounds_of_packed_queries(bound, device):
 def test_no_packed_queries(device):
     call = ragged(device, causal=True, new=2, rotary=True)
     nothing = dict(q=call["q"][:0], cu_seqlens_q=ints(device, 0, 0, 0, 0, 0))
-    assert flash_attn_with_kvcache(**call | nothing).shape == (0, 4, 64)
+    assert flash_attn_with_kvcache(**call | nothing).shape == (0, HEADS, DIM)
     before = call["k_cache"].clone()
     entries = dict(cu_seqlens_q=ints(device, 0), cache_seqlens=ints(device), k=call["k"][:0], v=call["v"][:0])
     entries |= {name: call[name][:0] for name in ("k_cache", "v_cache")}
@@ -406,7 +414,7 @@ def test_negative_lengths_read_and_append_nothing(sink, packs, device):
     """Whatever the entry's other arguments are. 0 with new keys is a first append."""
     call = ragged(device, page=16, new=5, causal=True, sink=sink)
     if not packs:
-        call |= dict(q=randn(4, 3, 4, 64, device=device), cu_seqlens_q=None, max_seqlen_q=None)
+        call |= dict(q=randn(4, 3, HEADS, DIM, device=device), cu_seqlens_q=None, max_seqlen_q=None)
     call["cache_seqlens"] = ints(device, -1, 0, -INT_MAX, 43)
     call["block_table"] = call["block_table"].clone()
     call["block_table"][0], call["block_table"][2] = -1, INT_MAX
@@ -431,7 +439,7 @@ def test_negative_lengths_read_and_append_nothing(sink, packs, device):
 @pytest.mark.parametrize("seqused", [(3, 2, 1), (0, 3, 2)], ids=str)
 def test_used_rows_over_a_cache(seqused, device):
     """As the functions of newer interfaces have them."""
-    q, caches = randn(3, 3, 4, 64, device=device), randn(2, 3, 40, 2, 64, device=device)
+    q, caches = randn(3, 3, HEADS, DIM, device=device), randn(2, 3, 40, HEADS_K, DIM, device=device)
     arguments = None, True, (-1, -1), ints(device, 20, 4, 30), None, None, None, None
     used = FeatureArguments(seqused_q=ints(device, *seqused))
     out, lse, _ = ops.decode(q, *caches, *arguments, used)
@@ -485,11 +493,11 @@ def test_compiled_calls_with_a_cache(device):
 def test_meta_tensors():
     call = paged("meta") | dict(seqused_k=ints("meta", *KEYS))
     out, lse = flash_attn_varlen_func(**call, return_lse=True)
-    assert out.shape == (11, 4, 64) and lse.shape == (4, 11)
+    assert out.shape == (11, HEADS, DIM) and lse.shape == (HEADS, 11)
     assert flash_attn_varlen_func(**call, out=out) is out
     call = ragged("meta", causal=True, page=16, new=2)
     out, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
-    assert out.shape == (11, 4, 64) and lse.shape == (4, 11)
+    assert out.shape == (11, HEADS, DIM) and lse.shape == (HEADS, 11)
 
 
 @EITHER_WAY
@@ -498,15 +506,15 @@ def test_opcheck(device):
     q, k, v = (call[name] for name in "qkv")
     lengths = dict(cu_seqlens_q=call["cu_seqlens_q"], block_table=call["block_table"], seqused_k=ints(device, *KEYS))
     options, features = Options(0.1, -1, 0, **lengths), (None, 0, None, None, False)
-    out, lse, top = torch.empty_like(q), q.new_empty(4, 11).float(), q.new_empty(4, 11).float()
+    out, lse, top = torch.empty_like(q), q.new_empty(HEADS, 11).float(), q.new_empty(HEADS, 11).float()
     ops = torch.ops.flash_attn
     torch.library.opcheck(ops.fwd_features_into.default, (q, k, v, out, lse, None, None, None, *options, *features))
     q, k, v = (caches[name] for name in ("q", "k_cache", "v_cache"))
     options = CacheOptions(0.1, -1, 0, cache_seqlens=caches["cache_seqlens"], k=k[:, :2].clone(), v=v[:, :2].clone())
-    out, lse = torch.empty_like(q), q.new_empty(4, 4, 3).float()
+    out, lse = torch.empty_like(q), q.new_empty(4, HEADS, 3).float()
     arguments = q, k, v, out, None, lse, None, None, *options, *features[:-1], True
     torch.library.opcheck(ops.fwd_kvcache_features_into.default, arguments)
-    assert top.shape == (4, 11)
+    assert top.shape == (HEADS, 11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -534,7 +542,7 @@ def leaf(name):
 # fmt: off
 ERRORS = {  # function: what is wrong, what is said
     flash_attn_varlen_func: [
-        ("out: shape", bad_out(lambda x: x[1:]), r"out must have shape \(11, 4, 64\), found \(10, 4, 64\)"),
+        ("out: shape", bad_out(lambda x: x[1:]), r"out must have shape \(11, 8, 128\), found \(10, 8, 128\)"),
         ("out: dtype", bad_out(torch.Tensor.float), r"out must have dtype torch.bfloat16, found torch.float32"),
         ("out: device", bad_out(lambda x: x.to("meta")), r"out must be on .*found it on meta"),
         ("out: a list", lambda good: dict(out=[1]), r"out must be a torch.Tensor, found list"),
@@ -543,7 +551,7 @@ ERRORS = {  # function: what is wrong, what is said
         ("out: a leaf", bad_out(torch.Tensor.requires_grad_), r"out must not require grad where it is written"),
         ("out: q", lambda good: dict(out=good["q"]), r"out must have memory of its own.*found the memory of q"),
         ("out: a part of q", lambda good: shifted(good["q"]), r"out must have memory of its own.*of q"),
-        ("out: in k", lambda good: dict(out=good["k"].flatten()[:2816].view(11, 4, 64)), r"out must .*memory of k"),
+        ("out: in k", lambda good: dict(out=good["k"].flatten()[:11264].view(11, 8, 128)), r"out .*memory of k"),
         *((f"{name}: a leaf", leaf(name), rf"{name} must not require grad with out.*no_grad") for name in "qkv"),
         ("num_splits", lambda good: dict(num_splits=129), r"num_splits must be at most 128, found 129"),
         ("metadata", lambda good: dict(scheduler_metadata=[1]), r"scheduler_metadata must be a torch.Tensor"),
@@ -563,7 +571,7 @@ ERRORS = {  # function: what is wrong, what is said
         ("lse", lambda good: dict(return_softmax_lse=torch.ones(2)), r"return_softmax_lse must be a bool"),
     ],
     flash_attn_with_kvcache: [
-        ("out: shape", bad_out(lambda x: x[1:]), r"out must have shape \(11, 4, 64\), found \(10, 4, 64\)"),
+        ("out: shape", bad_out(lambda x: x[1:]), r"out must have shape \(11, 8, 128\), found \(10, 8, 128\)"),
         ("out: q", lambda good: dict(out=good["q"]), r"out must have memory of its own.*found the memory of q"),
         ("out: a leaf", bad_out(torch.Tensor.requires_grad_), r"out must not require grad where it is written"),
         ("q: dense", lambda good: dict(q=good["q"][None]), r"q must have 3 dimensions \(total_q, heads, head_dim\)"),
@@ -574,7 +582,7 @@ ERRORS = {  # function: what is wrong, what is said
         ("table: batch", lambda good: dict(block_table=good["block_table"][1:]), r"block_table must .*found \(3, 3\)"),
         ("metadata", lambda good: dict(scheduler_metadata=torch.zeros(1)), r"scheduler_metadata must .*int32"),
         ("qv", lambda good: dict(qv=good["q"]), r"qv must be None.*not supported.*torch.cat"),
-        ("k: batch", lambda good: dict(k=good["k"][1:], v=good["v"][1:]), r"k must have shape \(4, \*, 2, 64\)"),
+        ("k: batch", lambda good: dict(k=good["k"][1:], v=good["v"][1:]), r"k must have shape \(4, \*, 2, 128\)"),
     ],
 }
 VALUE_ERRORS = {  # of values, which are read where that waits for no device
@@ -605,8 +613,8 @@ VALUE_ERRORS = {  # of values, which are read where that waits for no device
 
 def shifted(q):
     """q, and an out that is q but for one head."""
-    wide = q.new_zeros(len(q), 5, 64)
-    return dict(q=wide[:, :4], out=wide[:, 1:])
+    wide = q.new_zeros(len(q), HEADS + 1, DIM)
+    return dict(q=wide[:, :HEADS], out=wide[:, 1:])
 
 
 def good(function, device):

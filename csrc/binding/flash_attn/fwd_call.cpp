@@ -123,6 +123,9 @@ void write_to(FwdCall& call, const Tensor& q, const Tensor& out, const OptionalT
   check_like(out, q, "out");
   check_rows(out, call, {call.q.batch, call.q.seqlen, call.q.heads, head_dim_v}, "out");
   STD_TORCH_CHECK(head_dim_v == 1 || out.stride(-1) == 1, "out must have a contiguous last dimension");
+  for (int64_t dim = 0; dim < out.dim(); ++dim) {
+    STD_TORCH_CHECK(out.size(dim) <= 1 || out.stride(dim) != 0, "out must not be expanded, since it is written");
+  }
   call.p.out = mutable_ref(out);
   call.p.softmax_lse = given_row_values(softmax_lse, call, q, "softmax_lse");
   call.p.row_max = given_row_values(row_max, call, q, "row_max");
