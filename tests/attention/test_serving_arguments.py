@@ -304,6 +304,20 @@ def test_out_without_gradients(device):
     assert not out.requires_grad and identical(out, flash_attn_varlen_func(**call))
 
 
+def test_inference_mode(device):
+    """Tensors that are made there have no versions; those that are made before keep theirs."""
+    call, before = paged(device) | dict(seqused_k=ints(device, *KEYS)), cached(device)
+    wanted = flash_attn_varlen_func(**call), flash_attn_with_kvcache(**before)
+    outs = [torch.empty_like(x) for x in wanted]
+    with torch.inference_mode():
+        outs += [torch.empty_like(x) for x in wanted]
+        for varlen_out, cache_out in (outs[:2], outs[2:]):
+            flash_attn_varlen_func(**call, out=varlen_out)
+            flash_attn_with_kvcache(**before, out=cache_out)
+        assert identical(flash_attn_varlen_func(**call), wanted[0])
+    assert all(map(identical, outs, (*wanted, *wanted)))
+
+
 @pytest.mark.parametrize("make", [paged, packed])
 def test_out_of_no_rows(make, device):
     call = make(device) | dict(seqused_k=ints(device, *KEYS))
