@@ -342,6 +342,9 @@ def plain_decode(
         return None
     scale = _scale_if_plain("fwd_kvcache", q, k_cache, v_cache, softmax_scale, 4 if cu_seqlens_q is None else 3, 4)
     window = _plain_window(window_size, is_causal)
+    length = None  # of all entries
+    if type(cache_seqlens) is int:
+        length, cache_seqlens = cache_seqlens, None
     if (
         scale is None
         or window is None
@@ -354,10 +357,12 @@ def plain_decode(
         return None
     appends = not (k is v is rotary_cos is rotary_sin is None)
     try:
-        if not appends and out is cu_seqlens_q is max_seqlen_q is None and num_splits == 0 and not wants_lse:
+        if not appends and length is out is cu_seqlens_q is max_seqlen_q is None and num_splits == 0 and not wants_lse:
             return _refusable(fwd_kvcache_plain_out, q, k_cache, v_cache, scale, *window, cache_seqlens, block_table)
         if (
-            (appends and not _appends_plainly(k_cache, v_cache, cache_seqlens, block_table, k, v))
+            (appends and not _appends_plainly(k_cache, v_cache, k, v))
+            or (appends and length is cache_seqlens is None)
+            or not (length is None or 0 <= length <= _capacity(k_cache, block_table) - (k.shape[1] if appends else 0))
             or not (rotary_cos is rotary_sin is None or _rotates_plainly(k_cache, block_table, rotary_cos, rotary_sin))
             or not (max_seqlen_q is None if cu_seqlens_q is None else _is_plain_bound(max_seqlen_q))
             or not (cu_seqlens_q is None or (rotary_cos is None and _is_plain_index(cu_seqlens_q, 1)))
@@ -368,7 +373,7 @@ def plain_decode(
             out = with_features.out_fake(q, v_cache)
         lse = q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32) if wants_lse else None
         lengths = cache_seqlens, block_table, cu_seqlens_q, max_seqlen_q, num_splits
-        new = k, v, rotary_cos, rotary_sin, rotary_interleaved
+        new = k, v, rotary_cos, rotary_sin, rotary_interleaved, length
         _refusable(fwd_kvcache_plain_into, q, k_cache, v_cache, out, lse, scale, *window, *lengths, *new)
     except _Refused:
         return None
@@ -444,15 +449,19 @@ def _takes_result(out):
     )
 
 
-def _appends_plainly(k_cache, v_cache, cache_seqlens, block_table, k, v):
+def _capacity(k_cache, block_table):
+    """The positions of an entry of a cache that has passed for plain."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
+def _appends_plainly(k_cache, v_cache, k, v):
     """Whether new keys and values can be appended to these caches, as far as kernels do not check it."""
     return (
         type(k) is type(v) is Tensor
         and not (k.is_meta or v.is_meta)
         and k.dim() == v.dim() == 4
-        and cache_seqlens is not None
-        and k_cache.is_contiguous()  # so that no two positions share memory
-        and v_cache.is_contiguous()
+        and 0 not in k_cache.stride()  # no two positions share memory
+        and 0 not in v_cache.stride()
         and k_cache.data_ptr() != v_cache.data_ptr()
         and not (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad))
     )
@@ -460,13 +469,12 @@ def _appends_plainly(k_cache, v_cache, cache_seqlens, block_table, k, v):
 
 def _rotates_plainly(k_cache, block_table, cos, sin):
     """Whether these are tables for all positions of the cache, as far as kernels do not check it."""
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     return (
         type(cos) is type(sin) is Tensor
         and not (cos.is_meta or sin.is_meta)
         and cos.dtype in DTYPES
         and cos.dim() == 2
-        and cos.shape[0] >= capacity
+        and cos.shape[0] >= _capacity(k_cache, block_table)
         and cos.shape[1] % 8 == 0
         and cos.is_contiguous()
         and sin.is_contiguous()
@@ -1415,7 +1423,7 @@ fwd_kvcache_plain_out = _library.define(
 )
 
 # The plain form that may append, and writes to tensors of its caller like fwd_plain_into.
-_PLAIN_OF_APPENDING = schema.arguments(CacheOptions, end=CacheOptions._fields.index("rotary_interleaved") + 1)
+_PLAIN_OF_APPENDING = schema.arguments(CacheOptions, end=CacheOptions._fields.index("cache_seqlen") + 1)
 fwd_kvcache_plain_into = _library.define(
     "fwd_kvcache_plain_into(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) out, "
     f"Tensor(d!)? softmax_lse, {_PLAIN_OF_APPENDING}) -> ()",

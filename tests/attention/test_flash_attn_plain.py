@@ -220,6 +220,26 @@ def test_all_that_a_short_way_takes(function, as_if_kernels, device):
             assert found[0] is call["out"]
 
 
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("length", [0, 9, 29, 30, 32, 33, -1])
+def test_one_length_of_all_entries(length, appends, as_if_kernels, device):
+    """A short way as long as the new keys fit, else an error."""
+    call = rotating(device) | dict(cache_seqlens=length)
+    if not appends:
+        call |= dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin"))
+    again = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    found = taken(flash_attn_with_kvcache, call)
+    assert (found is not None) == (0 <= length <= (29 if appends else 32))
+    if found is None:
+        with pytest.raises(ValueError, match=r"cache_seqlens must|k must fit"):
+            flash_attn_with_kvcache(**again)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "plain_decode", lambda *args: None)
+        for each, wanted in zip(found, flash_attn_with_kvcache(**again), strict=True):
+            torch.testing.assert_close(each, wanted, rtol=2**-7, atol=2**-9)
+
+
 def leaf(x):
     return x.clone().requires_grad_()
 
@@ -260,6 +280,7 @@ def test_what_a_short_way_does_not_take(function, as_if_kernels, device):
         for strange in (
             dict(cache_seqlens=None),
             dict(v_cache=calls[0]["k_cache"]),
+            dict(k_cache=calls[0]["k_cache"][:1].expand(6, -1, -1, -1)),
             dict(cu_seqlens_q=None),
             dict(v=None),
         ):
@@ -292,7 +313,7 @@ def test_a_subclass_takes_the_long_way(kind, dtype, long, device):
 
 
 @pytest.mark.parametrize(
-    "lengths", [torch.tensor(9, dtype=torch.int32), torch.tensor([9, 40]), 9], ids=["0-d", "int64", "int"]
+    "lengths", [torch.tensor(9, dtype=torch.int32), torch.tensor([9, 40]), 9.0], ids=["0-d", "int64", "float"]
 )
 def test_lengths_that_take_the_long_way(lengths, dtype, long, device):
     q, k, v = inputs(dtype, device)
@@ -350,5 +371,5 @@ def test_opcheck(device):
     tokens, starts = [x.flatten(0, 1) for x in (q, k, v)], torch.tensor([0, 70, 140], dtype=torch.int32, device=device)
     more = starts, starts, 70, 70, None, None, 0
     torch.library.opcheck(plain.fwd_plain_into.default, (*tokens, torch.empty_like(tokens[0]), None, *scores, *more))
-    more = lengths, None, None, None, 0, k[:, :2].clone(), v[:, :2].clone(), None, None, True
+    more = lengths, None, None, None, 0, k[:, :2].clone(), v[:, :2].clone(), None, None, True, None
     torch.library.opcheck(plain.fwd_kvcache_plain_into.default, (q, k, v, out.clone(), lse, *scores, *more))

@@ -54,7 +54,9 @@ Append append_of(const flash_attn::FwdParams& fwd, const Tensor& q, const Tensor
   check_shape(k, {batch, k.size(1), k_cache.size(2), k_cache.size(3)}, "k");
   check_like(v, q, "v");
   check_shape(v, {batch, k.size(1), k_cache.size(2), v_cache.size(3)}, "v");
-  STD_TORCH_CHECK(k.size(1) <= fwd.problem.capacity_k, "k must fit into the cache");
+  const int64_t least = options.cache_seqlens ? k.size(1) : fwd.problem.seqlen_k;
+  STD_TORCH_CHECK(least <= fwd.problem.capacity_k, "k must fit into the cache, which has ", fwd.problem.capacity_k,
+                  " positions");
   Append append{.p = {.problem = fwd.problem, .q = fwd.q, .pages = fwd.pages}};
   AppendParams& p = append.p;
   p.seqlen_new = fwd.problem.appended_k;

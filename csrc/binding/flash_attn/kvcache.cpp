@@ -97,7 +97,7 @@ Tensor fwd_kvcache_plain_out(const Tensor& q, const Tensor& k_cache, const Tenso
   return out;
 }
 
-// The plain op that writes to tensors of its caller, and may append: the schema ends after rotary_interleaved.
+// The plain op that writes to tensors of its caller, and may append: the schema ends after cache_seqlen.
 void fwd_kvcache_plain_into(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& out,
                             OptionalTensor& softmax_lse, CacheOptions& options) {
   check_apart(out, {&q, &k_cache, &v_cache});
