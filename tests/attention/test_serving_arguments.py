@@ -503,6 +503,61 @@ def test_compiled_calls_with_a_cache(device):
     assert identical(out, wanted) and identical(again["k_cache"], call["k_cache"])
 
 
+def captured(call):
+    """A graph of the call, which has run before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+STEPS = [((3, 0, 1, 5), (20, 4, 0, 33)), ((1, 1, 1, 1), (7, 33, 1, 20)), ((0, 0, 0, 9), (0, 0, 0, 30))]  # rows, keys
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bound", [0, 1])
+def test_captured_varlen_calls(bound, device):
+    """Captured before any length is known, or with bounds that later lengths exceed: replays have the bits of calls."""
+    call = paged(device) | dict(seqused_k=ints(device, 0, 0, 0, 0), max_seqlen_q=bound, max_seqlen_k=bound, causal=True)
+    call |= dict(cu_seqlens_q=ints(device, 0, 0, 0, 0, 0), out=torch.empty_like(call["q"]))
+    graph = captured(lambda: flash_attn_varlen_func(**call))
+    for rows, keys in STEPS:
+        call["cu_seqlens_q"].copy_(bounds(device, rows))
+        call["seqused_k"].copy_(ints(device, *keys))
+        graph.replay()
+        found = call["out"].clone()
+        assert identical(found, flash_attn_varlen_func(**call))
+        exact = flash_attn_varlen_func(**call | dict(max_seqlen_q=9, max_seqlen_k=33, out=None))
+        torch.testing.assert_close(found, exact, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("packs", [False, True])
+def test_captured_appending(packs, device):
+    """Entries come and go: those of negative length only pad the batch."""
+    call = ragged(device, page=16, new=1, causal=True)
+    rows = (
+        dict(max_seqlen_q=0)
+        if packs
+        else dict(q=randn(4, 1, HEADS, DIM, device=device), cu_seqlens_q=None, max_seqlen_q=None)
+    )
+    call |= rows
+    call["out"] = torch.empty_like(call["q"])
+    call["cache_seqlens"].fill_(-1)
+    graph = captured(lambda: flash_attn_with_kvcache(**call))
+    for lengths in ((20, -1, 0, 30), (-1, -1, -1, -1), (21, 5, 1, -1)):
+        call["cache_seqlens"].copy_(ints(device, *lengths))
+        again = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+        graph.replay()
+        assert identical(call["out"], flash_attn_with_kvcache(**again))
+        assert identical(call["k_cache"], again["k_cache"]) and identical(call["v_cache"], again["v_cache"])
+
+
 @EITHER_WAY
 def test_meta_tensors():
     call = paged("meta") | dict(seqused_k=ints("meta", *KEYS))
