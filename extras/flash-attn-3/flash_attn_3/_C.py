@@ -20,7 +20,7 @@ from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
 from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import unseen_as_minus_inf, unseen_as_plus_inf
-from flash_attn.flash_attn_interface import _refuse_qv
+from flash_attn.flash_attn_interface import _refuse_qv, flash_attn_with_kvcache
 
 __all__ = ["bwd", "fwd", "fwd_combine", "get_scheduler_metadata"]
 
@@ -81,6 +81,32 @@ def attention(
         raise ArgumentError("cu_seqlens_k must be None with page_table and kv_batch_idx, found a tensor")
     cached = seqused_k, k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, cu_seqlens_q
     if cu_seqlens_k is None and any(x is not None for x in cached):
+        max_seqlen_q = None if cu_seqlens_q is None else max_seqlen_q
+        if seqused_q is None:  # by its short way, if it has one for this call
+            return flash_attn_with_kvcache(
+                q,
+                k,
+                v,
+                k_new,
+                v_new,
+                rotary_cos,
+                rotary_sin,
+                seqused_k,
+                kv_batch_idx,
+                leftpad_k,
+                page_table,
+                *scores,
+                softcap,
+                rotary_interleaved,
+                None,
+                num_splits,
+                return_softmax_lse=True,
+                learnable_sink=s_aux,
+                attention_chunk=attention_chunk,
+                cu_seqlens_q=cu_seqlens_q,
+                max_seqlen_q=max_seqlen_q,
+                out=out,
+            )
         out, lse, _ = flash_attn.decode(
             q,
             k,
@@ -98,7 +124,7 @@ def attention(
             cache_leftpad=leftpad_k,
             block_table=page_table,
             cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q if cu_seqlens_q is not None else None,
+            max_seqlen_q=max_seqlen_q,
             softcap=softcap,
             num_splits=num_splits,
         )
