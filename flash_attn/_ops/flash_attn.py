@@ -284,7 +284,7 @@ def plain_varlen(
     wants_lse: bool,
     /,
 ) -> Any:
-    """Returns out, or (out, softmax_lse), of packed queries without gradients and other arguments; None as above."""
+    """Returns out, or (out, softmax_lse), of packed queries without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
     if block_table is not None and seqused_k is not None:
@@ -302,15 +302,19 @@ def plain_varlen(
         or not (_is_plain_bound(max_seqlen_q) and _is_plain_bound(max_seqlen_k))
         or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
         or not _takes_result(out)
-        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     ):
         return None
-    if out is None:
-        out = with_features.out_fake(q, v)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if wants_lse else None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k
     try:
-        _refusable(fwd_plain_into, q, k, v, out, lse, scale, *window, *lengths, num_splits)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            if out is not None or exact_gradients:
+                return None
+            out, lse = _apply_varlen(q, k, v, (scale, *window, *lengths, num_splits))
+        else:
+            if out is None:
+                out = with_features.out_fake(q, v)
+            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if wants_lse else None
+            _refusable(fwd_plain_into, q, k, v, out, lse, scale, *window, *lengths, num_splits)
     except _Refused:
         return None
     return (out, lse) if wants_lse else out
@@ -1275,12 +1279,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options):
         out, kept, softmax_lse, _ = with_features.with_kept_out(fwd, (q, k, v), (), options)
-        tensors, ctx.others = (), options
-        if len(options) > _NUM_SCORES:  # before that, options are numbers, not tensors
-            tensors = [x if isinstance(x, Tensor) else None for x in options]
-            ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
-        ctx.save_for_backward(q, k, v, *kept, softmax_lse, *tensors)
-        ctx.set_materialize_grads(False)
+        _keep(ctx, (q, k, v, *kept, softmax_lse), options)
         return out, softmax_lse
 
     @staticmethod
@@ -1301,6 +1300,26 @@ class _Attention(torch.autograd.Function):
             return _fwd_composite(q, k, v, *options)
 
         return *autograd.first_or_second(first, autograd.gradients_of(again, 2), dout, dlse, q, k, v), None
+
+
+class _PlainVarlenAttention(_Attention):
+    """The same for a plain call, which a kernel may refuse."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options):
+        out, softmax_lse = _refusable(fwd, q, k, v, *options)
+        _keep(ctx, (q, k, v, out, None, softmax_lse), options)
+        return out, softmax_lse
+
+
+def _keep(ctx, saved, options):
+    """Save for the backward of `_Attention` its tensors and the options, some of which are tensors."""
+    tensors, ctx.others = (), options
+    if len(options) > _NUM_SCORES:  # before that, options are numbers, not tensors
+        tensors = [x if isinstance(x, Tensor) else None for x in options]
+        ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
+    ctx.save_for_backward(*saved, *tensors)
+    ctx.set_materialize_grads(False)
 
 
 class _PlainAttention(torch.autograd.Function):
@@ -1328,6 +1347,7 @@ class _PlainAttention(torch.autograd.Function):
 
 
 _apply_plain = _torch_private.bare_apply(_PlainAttention)
+_apply_varlen = _torch_private.bare_apply(_PlainVarlenAttention)
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
 _OPTIONS = schema.arguments(Options)
 _CACHE_OPTIONS = schema.arguments(CacheOptions)

@@ -240,6 +240,25 @@ def test_one_length_of_all_entries(length, appends, as_if_kernels, device):
             torch.testing.assert_close(each, wanted, rtol=2**-7, atol=2**-9)
 
 
+@pytest.mark.parametrize("bounds", [(40, 30), (None, 0)], ids=str)
+@pytest.mark.parametrize("wants_lse", [False, True])
+def test_gradients_of_packed_queries(wants_lse, bounds, as_if_kernels, device):
+    shapes = (70, 4, 48), (60, 2, 48), (60, 2, 32)
+    leaves = tensors(*shapes, dtype=torch.bfloat16, device=device, requires_grad=True)
+    starts = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 30, 30, 70], [0, 30, 35, 60])]
+    options = dict(causal=True, window_size=(20, 0), return_lse=wants_lse)
+
+    def run(short):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "forward" if short else "plain_varlen", lambda *args, **options: None)
+            found = flash_attn_varlen_func(*leaves, *starts, *bounds, **options)
+        found = found if wants_lse else (found,)
+        return *found, *torch.autograd.grad(sum(x.float().sum() for x in found), leaves)
+
+    for found, wanted in zip(run(short=True), run(short=False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+
+
 def leaf(x):
     return x.clone().requires_grad_()
 
@@ -274,7 +293,7 @@ def test_what_a_short_way_does_not_take(function, as_if_kernels, device):
                         assert taken(function, call | {name: change(call[name])}) is None, (name, i)
                         seen.add(name)
     assert seen >= set(order(function)) - FLAGS - {"cu_seqlens_k"}
-    for name in {"q", "k", "v", "k_cache", "v_cache"} & call.keys() if function is not flash_attn_func else ():
+    for name in {"q", "k", "v", "k_cache", "v_cache"} & call.keys() if "out" in call else ():
         assert taken(function, call | {name: leaf(call[name])}) is None, name
     if function is flash_attn_with_kvcache:
         for strange in (

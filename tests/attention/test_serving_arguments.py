@@ -172,6 +172,19 @@ def test_splits_and_hints_of_varlen_calls(num_splits, device):
         assert all(map(identical, again, found))
 
 
+def test_keys_in_pages_have_no_gradient(device):
+    """A call with tensors that require grad is nothing to refuse; its backward is."""
+    call = paged(device) | dict(seqused_k=ints(device, *KEYS), causal=True)
+    expected = flash_attn_varlen_func(**call)
+    for name in "qkv":
+        leaf = call[name].clone().requires_grad_()
+        out = flash_attn_varlen_func(**call | {name: leaf})
+        torch.testing.assert_close(out.detach(), expected, rtol=2**-7, atol=2**-9)
+        with pytest.raises(RuntimeError, match="block_table must be None in the backward"):
+            out.sum().backward()
+        assert leaf.grad is None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Results in tensors of the caller
 
