@@ -402,7 +402,7 @@ def _refusable(op, *args):
 def _scale_if_plain(op, q, k, v, scale, dims_q, dims_v):
     """Returns the scale of the scores for a plain form of `op`; None if it does not suit these arguments.
 
-    dims_q, dims_v: the dimensions that q and v must have.
+    dims_q, dims_v: the dimensions that q must have, and k and v.
     """
     if not (type(q) is type(k) is type(v) is Tensor) or q.dtype not in KERNEL_DTYPES:
         return None
@@ -411,7 +411,7 @@ def _scale_if_plain(op, q, k, v, scale, dims_q, dims_v):
     if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or _torch_private.in_dispatch_mode():
         return None
     # Nested tensors have no sizes to look at.
-    if q.dim() != dims_q or v.dim() != dims_v or q.is_nested or v.is_nested:
+    if q.dim() != dims_q or not k.dim() == v.dim() == dims_v or q.is_nested or k.is_nested or v.is_nested:
         return None
     shape = q.shape
     if not 1 <= shape[-1] <= MAX_HEAD_DIM or shape[-2] > MANY_HEADS or v.shape[-1] > MAX_HEAD_DIM:

@@ -266,7 +266,7 @@ def leaf(x):
 STRANGE = {  # argument: what the short way leaves to the other
     "q k v k_cache v_cache": [torch.nn.Parameter, lambda x: x.as_subclass(Subclass)],
     "q": [torch.Tensor.float, lambda x: x[0]],
-    "k v k_cache v_cache": [lambda x: x.to("meta")],
+    "k v k_cache v_cache": [lambda x: x.to("meta"), lambda x: x[0], lambda x: torch.nested.nested_tensor(list(x))],
     "window_size": [lambda x: (1, 2, 3), lambda x: torch.tensor([1, 2]), lambda x: (1.0, 2), lambda x: (2**40, 1)],
     "softmax_scale": [lambda x: 1, lambda x: -0.5, lambda x: float("nan"), lambda x: torch.tensor(0.5)],
     "cu_seqlens_q seqused_k cache_seqlens": [torch.Tensor.long, lambda x: x[None], lambda x: x.repeat(2)[::2]],
@@ -280,6 +280,7 @@ STRANGE = {  # argument: what the short way leaves to the other
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
 def test_what_a_short_way_does_not_take(function, as_if_kernels, device):
     """Each argument is strange alone, and the call then has to be looked at."""
