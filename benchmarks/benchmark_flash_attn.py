@@ -208,6 +208,7 @@ def cases(device):
             ("fwd", forward, False),
             ("fwd with grad", with_graph, False),
             ("decode", decoding, 0),
+            ("decode as servers do", as_servers_do, False),
             ("fwd with features", with_features, False),
             ("fwd with exact gradients", functools.partial(exactly, "fwd"), False),
         ):
@@ -332,6 +333,32 @@ def decoding(shape, dtype, device, page_size):
     return {
         "flash_attn": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths),
         **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, False).items()},
+    }
+
+
+def as_servers_do(shape, dtype, device, causal):
+    """A step of decoding over pages, by the ways in which servers call it, for the time that the host takes."""
+    batch, heads, heads_k, seqlen, head_dim = shape
+    q, out = (torch.randn(batch, 1, heads, head_dim, dtype=dtype, device=device) for _ in range(2))
+    new = [torch.randn(batch, 1, heads_k, head_dim, dtype=dtype, device=device) for _ in "kv"]
+    page, width = 16, -(-(seqlen + 1) // 16)
+    caches = [torch.randn(batch * width, page, heads_k, head_dim, dtype=dtype, device=device) for _ in "kv"]
+    table = torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width)
+    lengths = torch.full((batch,), seqlen, dtype=torch.int32, device=device)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    common = dict(block_table=table, causal=True)
+    decode = functools.partial(flash_attn_with_kvcache, **common, cache_seqlens=lengths)
+    bounds = dict(cu_seqlens_q=starts, max_seqlen_q=1)
+    varlen = functools.partial(flash_attn_varlen_func, **common, **bounds, max_seqlen_k=seqlen, seqused_k=lengths)
+    tokens, tokens_out = q[:, 0], out[:, 0]
+    return {
+        "flash_attn": functools.partial(decode, q, *caches),
+        "window": functools.partial(decode, q, *caches, window_size=(seqlen // 2, 0)),
+        "append": functools.partial(decode, q, *caches, *new),
+        "append, out": functools.partial(decode, q, *caches, *new, out=out),
+        "packed, out": functools.partial(decode, tokens, *caches, **bounds, out=tokens_out),
+        "varlen": functools.partial(varlen, tokens, *caches),
+        "varlen, out": functools.partial(varlen, tokens, *caches, out=tokens_out),
     }
 
 

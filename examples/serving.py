@@ -163,7 +163,7 @@ class Step:
         counts = torch.tensor([len(parts[name]) for name in names])
         lengths = torch.tensor([pages.length(name) for name in names])  # these tokens included
         entries = torch.arange(len(names)).repeat_interleave(counts)
-        cu_seqlens_q, cu_seqlens_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (counts, lengths))
+        cu_seqlens_q = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         positions = torch.arange(len(entries)) + (lengths - counts - cu_seqlens_q[:-1])[entries]
         table = pages.block_table(names)
         slots = table[entries, positions // pages.page_size] * pages.page_size + positions % pages.page_size
@@ -173,7 +173,7 @@ class Step:
         self.cos, self.sin = model.cos[positions.to(device)], model.sin[positions.to(device)]
         self.where = dict(
             cu_seqlens_q=cu_seqlens_q.int().to(device),
-            cu_seqlens_k=cu_seqlens_k.int().to(device),
+            seqused_k=lengths.int().to(device),
             max_seqlen_q=max(counts.tolist()),
             max_seqlen_k=max(lengths.tolist()),
             block_table=table.to(device),

@@ -33,7 +33,6 @@ def fwd(
     """Returns [out, softmax_lse, S_dmask, rng_state]."""
     _check_generator(generator)
     return _forward(
-        out,
         q,
         k,
         v,
@@ -41,6 +40,7 @@ def fwd(
         causal,
         (window_left, window_right),
         return_softmax,
+        out,
         dropout_p=dropout_p,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -76,7 +76,6 @@ def varlen_fwd(
     _check_generator(generator)
     flash_attn.check_splits_of_pages(num_splits, block_table)
     return _forward(
-        out,
         q,
         k,
         v,
@@ -84,6 +83,7 @@ def varlen_fwd(
         causal,
         (window_left, window_right),
         return_softmax,
+        out,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -94,6 +94,7 @@ def varlen_fwd(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         block_table=block_table,
+        num_splits=num_splits,
     )
 
 
@@ -220,7 +221,6 @@ def fwd_kvcache(
     /,
 ):
     """Returns [out, softmax_lse]."""
-    _check_out(out, q)
     result, softmax_lse, _ = flash_attn.decode(
         q,
         k_cache,
@@ -233,6 +233,8 @@ def fwd_kvcache(
         v,
         rotary_cos,
         rotary_sin,
+        None,
+        out,
         rotary_interleaved=rotary_interleaved,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
@@ -241,23 +243,12 @@ def fwd_kvcache(
         alibi_slopes=alibi_slopes,
         num_splits=num_splits,
     )
-    return [_into(out, result), softmax_lse]
+    return [result, softmax_lse]
 
 
-def _forward(out, q, *args, **options):
-    _check_out(out, q)
-    result, *others = flash_attn.with_tensors(flash_attn.forward(q, *args, **options))
-    return [_into(out, result), *others]
-
-
-def _check_out(out, q):
-    if out is not None:
-        checks.tensor("q", q)
-        checks.tensor("out", out, dtypes=(q.dtype,), shape=tuple(q.shape), device=q.device)
-
-
-def _into(out, result):
-    return result if out is None else out.copy_(result)
+def _forward(q, k, v, softmax_scale, causal, window_size, return_softmax, out, **options):
+    results = flash_attn.forward(q, k, v, softmax_scale, causal, window_size, return_softmax, None, out, **options)
+    return list(flash_attn.with_tensors(results))
 
 
 def _gradients(q, k, v, dq, dk, dv):

@@ -91,8 +91,8 @@ def library_path() -> pathlib.Path | None:
 
 @functools.cache
 def is_switched_off(name: str) -> bool:
-    """Whether the environment asks that the op `name` run without its kernel. A plain form goes with its op."""
-    names = name, name.partition("_plain")[0]
+    """Whether the environment asks that the op `name` run without its kernel. Other forms of an op go with it."""
+    names = name, name.partition("_plain")[0], name.replace("_features_into", "_features")
     patterns = [pattern.strip() for pattern in os.environ.get(_SWITCH, "").split(",")]
     return any(fnmatch.fnmatchcase(each, pattern) for each in names for pattern in patterns)
 
@@ -189,7 +189,7 @@ class Op:
         differentiable: int,
         kernel_dtypes: tuple[torch.dtype, ...] | None,
         beyond_kernel: Callable[[Sequence[Any]], list[str]] | None,
-        writes: Callable[[tuple], bool] | None,
+        writes: Callable[[tuple], Sequence[int]] | None,
         composite: Callable | None,
     ) -> None:
         ops = getattr(torch.ops, _NAMESPACE)
@@ -274,7 +274,7 @@ class Op:
 
         This skips the autograd keys, since the Python kernel that is registered for them takes time in each call.
         """
-        if self.mutated and (self.writes is None or self.writes(args)):
+        if self.mutated:
             self._mark_written(args)
         call = self.call_default if self.takes_all or self._has_kernel_for(args) else self.call_others
         if self.falls_through:
@@ -284,7 +284,10 @@ class Op:
 
     def _mark_written(self, args):
         """Advance the versions of tensors that the op will write, which a kernel does not do."""
-        written = [args[i] for i in self.mutated if args[i] is not None]
+        places = self.mutated if self.writes is None else self.writes(args)
+        if not places:
+            return
+        written = [args[i] for i in places if args[i] is not None]
         for tensor in written:
             if tensor.is_inference() and not torch.is_inference_mode_enabled():  # torch's own functions refuse it too
                 raise ValueError(f"{self.name} must not write to an inference tensor outside of inference mode")
@@ -308,7 +311,7 @@ def define(
     differentiable: int = 0,
     kernel_dtypes: tuple[torch.dtype, ...] | None = None,
     beyond_kernel: Callable[[Sequence[Any]], list[str]] | None = None,
-    writes: Callable[[tuple], bool] | None = None,
+    writes: Callable[[tuple], Sequence[int]] | None = None,
     triton: Callable | None = None,
     announces: bool = True,
     composite: Callable | None = None,
@@ -326,7 +329,7 @@ def define(
     kernel_dtypes: the dtypes of the first argument that the kernel takes, if these are not all that the op takes.
     beyond_kernel: returns what in these arguments, apart from that dtype, the kernel does not take, as words for a
         warning; an empty list if it takes them all.
-    writes: for an op that can write to arguments, whether a call with these does; by default it always does.
+    writes: returns the places of the arguments that a call with these writes to; by default, all that the op can.
     triton: the same function as the launch of a Triton kernel, for GPUs if the library has no kernel. It imports Triton
         when it is first called.
     composite: the same function in torch's own operations, for tangents and transforms of torch.func.

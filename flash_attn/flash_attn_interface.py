@@ -8,7 +8,7 @@ flash_attn/_ops/flash_attn.py. (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arX
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, Protocol, cast, overload
 
 import torch
@@ -20,7 +20,6 @@ from flash_attn._ops import checks, flash_attn
 from flash_attn._ops.flash_attn_features import FeatureArguments
 
 USE_TRITON_ROCM = False
-_NO_WINDOW = (-1, -1)
 Length = int | Tensor | None  # an upper bound of lengths; a tensor has no dimensions
 __path__: list[str] = []  # as `getattr_of` needs it
 __getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)
@@ -69,7 +68,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -132,14 +131,12 @@ def flash_attn_func(
         and dropout_p == 0
         and type(softcap) is float
         and softcap == 0
-        and type(window_size) is tuple
-        and window_size == _NO_WINDOW
         and return_attn_probs is return_lse is return_max_logit is False
         and learnable_sink is attn_bias is key_ranges is seqused_q is seqused_k is None
         and type(attention_chunk) is int
         and attention_chunk == 0
     ):
-        plain = flash_attn.plain_forward(q, k, v, softmax_scale, causal)
+        plain = flash_attn.plain_forward(q, k, v, softmax_scale, causal, window_size)
         if plain is not None:
             return plain
     _check_given("v", v)
@@ -170,7 +167,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -240,7 +237,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -309,13 +306,13 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: Length,
-    max_seqlen_k: Length,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: Length = None,
+    max_seqlen_k: Length = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -330,6 +327,12 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    out: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    num_splits: int = 0,
+    scheduler_metadata: Tensor | None = None,
+    qv: None = None,
+    q_v: None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of sequences of different lengths, concatenated without padding.
 
@@ -337,13 +340,16 @@ def flash_attn_varlen_func(
         q: (total_q, heads, head_dim).
         k, v: (total_k, heads_k, head_dim); with block_table, (num_pages, page_size, heads_k, head_dim), any page size.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starting at 0: entry b has the tokens cu_seqlens[b] to
-            cu_seqlens[b + 1] - 1. Entries may be empty. Tokens after the last entry give 0.
-        max_seqlen_q, max_seqlen_k: int, 0-d integer tensor or None: an upper bound of the lengths. A tensor is not
-            read, because that would wait for the device, except with dropout and return_attn_probs, where it sets the
-            shape of S_dmask and must be given.
+            cu_seqlens[b + 1] - 1. Entries may be empty. Tokens after the last entry give 0. With block_table and
+            seqused_k, cu_seqlens_k is ignored, whatever it holds, and may be left out.
+        max_seqlen_q, max_seqlen_k: int, 0-d integer tensor or None: an upper bound of the lengths; None and 0 mean that
+            none is known, as where a CUDA graph is captured before the lengths are. A tensor is not read, because that
+            would wait for the device, except with dropout and return_attn_probs, where it sets the shape of S_dmask and
+            must be given.
         block_table: int32 (batch, pages of an entry) or None: key j of entry b is at position j % page_size of
-            page block_table[b, j // page_size]; lengths still come from cu_seqlens_k, limited to what the pages of the
-            entry can hold. The backward raises, because keys in pages have no gradient.
+            page block_table[b, j // page_size]. Lengths come from seqused_k, or from cu_seqlens_k, limited to what the
+            pages of the entry can hold: on the CPU, more is an error. A part of a larger table is read where it lies.
+            The backward raises, because keys in pages have no gradient.
         dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
             1 - dropout_p. Pass 0 in evaluation.
         softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
@@ -357,6 +363,13 @@ def flash_attn_varlen_func(
         return_attn_probs: also return softmax_lse and S_dmask.
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: as
             in `flash_attn_func`; docs/guides/attention.md has their shapes with variable length.
+        out: a tensor like q, with the head_dim of v, to write the result to, and to return; its last dimension must be
+            contiguous. It must share no memory with the inputs, and nothing may require grad. None makes a new one.
+        return_softmax_lse: another name of return_lse.
+        num_splits: the most parts into which the keys of an entry are divided, at most 128, so that a small batch
+            occupies the whole device; 1 means none, and the library chooses if it is below 1.
+        scheduler_metadata: int32, what `get_scheduler_metadata` returned, or None; it changes nothing.
+        qv, q_v: must be None: queries of the values are not supported. Concatenate them to q, and v to k.
 
     Returns:
         out, shaped like q, with the head_dim of v; or (out, softmax_lse, S_dmask), where softmax_lse is
@@ -368,11 +381,55 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
+    if scheduler_metadata is not None:
+        _check_hint(scheduler_metadata)
+    if (  # as in flash_attn_func
+        (causal is True or causal is False)
+        and alibi_slopes is None
+        and deterministic is False
+        and type(dropout_p) is float
+        and dropout_p == 0
+        and type(softcap) is float
+        and softcap == 0
+        and return_attn_probs is return_max_logit is False
+        and (return_lse is True or return_lse is False)
+        and (return_softmax_lse is True or return_softmax_lse is False)
+        and learnable_sink is attn_bias is key_ranges is seqused_q is qv is q_v is None
+        and type(attention_chunk) is int
+        and attention_chunk == 0
+    ):
+        plain = flash_attn.plain_varlen(
+            q,
+            k,
+            v,
+            softmax_scale,
+            causal,
+            window_size,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            block_table,
+            seqused_k,
+            num_splits,
+            out,
+            return_lse or return_softmax_lse,
+        )
+        if plain is not None:
+            return plain
+    _refuse_qv(qv=qv, q_v=q_v)
+    checks.flag("return_softmax_lse", return_softmax_lse)
     _check_given("v", v)
     _check_given("cu_seqlens_q", cu_seqlens_q)
-    _check_given("cu_seqlens_k", cu_seqlens_k)
     features = FeatureArguments(
-        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
+        learnable_sink,
+        attn_bias,
+        key_ranges,
+        attention_chunk,
+        seqused_q,
+        seqused_k,
+        return_lse or return_softmax_lse,
+        return_max_logit,
     )
     results = flash_attn.forward(
         q,
@@ -383,6 +440,7 @@ def flash_attn_varlen_func(
         window_size,
         return_attn_probs,
         features,
+        out,
         dropout_p=dropout_p,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -392,8 +450,9 @@ def flash_attn_varlen_func(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         block_table=block_table,
+        num_splits=num_splits,
     )
-    return _wanted(results, return_lse)
+    return _wanted(results, return_lse or return_softmax_lse)
 
 
 @_attention
@@ -407,7 +466,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -487,7 +546,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -572,7 +631,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -584,6 +643,12 @@ def flash_attn_with_kvcache(
     key_ranges: Tensor | None = None,
     attention_chunk: int = 0,
     return_max_logit: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: Length = None,
+    out: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None,
+    qv: None = None,
+    q_v: None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of new queries over cached keys and values; appends new keys and values to the cache first.
 
@@ -597,7 +662,7 @@ def flash_attn_with_kvcache(
     queries are rotated as position n.
 
     Arguments:
-        q: (batch, seqlen_q, heads, head_dim).
+        q: (batch, seqlen_q, heads, head_dim); or, with cu_seqlens_q, (total_q, heads, head_dim).
         k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), the last dimension contiguous; with block_table,
             (num_pages, page_size, heads_k, head_dim), any page size.
         k, v: (batch, seqlen_new, heads_k, head_dim), or None.
@@ -625,10 +690,17 @@ def flash_attn_with_kvcache(
         num_splits: into how many parts the keys of each entry are divided, at most 128, so that a small batch
             occupies the whole device; the library chooses if it is below 1.
         return_softmax_lse: also return softmax_lse.
+        cu_seqlens_q: int32 (batch + 1,), starting at 0, for entries with different numbers of queries: entry b has the
+            rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q; or None. Rows after the last entry give 0.
+        max_seqlen_q: how many queries an entry has at most, as in `flash_attn_varlen_func`.
+        out: a tensor like q, with the head_dim of v_cache, to write the result to, and to return; its last dimension
+            must be contiguous. It must share no memory with the inputs. None makes a new one.
+        scheduler_metadata: int32, what `get_scheduler_metadata` returned, or None; it changes nothing.
+        qv, q_v: must be None: queries of the values are not supported. Concatenate them to q, and v to k.
 
     Returns:
-        out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q). return_max_logit
-        appends max_logit.
+        out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q), or (heads, total_q)
+        with cu_seqlens_q. return_max_logit appends max_logit.
 
     Example:
         >>> k_cache, v_cache = (torch.zeros(2, 512, 4, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -636,27 +708,51 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
+    if scheduler_metadata is not None:
+        _check_hint(scheduler_metadata)
     if (  # as in flash_attn_func
         (causal is True or causal is False)
-        and k is v is rotary_cos is rotary_sin is None
         and cache_batch_idx is cache_leftpad is alibi_slopes is None
         and type(softcap) is float
         and softcap == 0
-        and type(num_splits) is int
-        and num_splits == 0
-        and rotary_interleaved is True
-        and type(window_size) is tuple
-        and window_size == _NO_WINDOW
-        and learnable_sink is attn_bias is key_ranges is None
-        and return_softmax_lse is return_max_logit is False
+        and (rotary_interleaved is True or rotary_interleaved is False)
+        and learnable_sink is attn_bias is key_ranges is qv is q_v is None
+        and (return_softmax_lse is True or return_softmax_lse is False)
+        and return_max_logit is False
         and type(attention_chunk) is int
         and attention_chunk == 0
     ):
-        plain = flash_attn.plain_decode(q, k_cache, v_cache, softmax_scale, causal, cache_seqlens, block_table)
+        plain = flash_attn.plain_decode(
+            q,
+            k_cache,
+            v_cache,
+            softmax_scale,
+            causal,
+            window_size,
+            cache_seqlens,
+            block_table,
+            k,
+            v,
+            rotary_cos,
+            rotary_sin,
+            rotary_interleaved,
+            num_splits,
+            cu_seqlens_q,
+            max_seqlen_q,
+            out,
+            return_softmax_lse,
+        )
         if plain is not None:
             return plain
+    checks.flag("return_softmax_lse", return_softmax_lse)
+    _refuse_qv(qv=qv, q_v=q_v)
     features = FeatureArguments(
-        learnable_sink, attn_bias, key_ranges, attention_chunk, return_max_logit=return_max_logit
+        learnable_sink,
+        attn_bias,
+        key_ranges,
+        attention_chunk,
+        return_lse=return_softmax_lse,
+        return_max_logit=return_max_logit,
     )
     out, softmax_lse, max_logit = flash_attn.decode(
         q,
@@ -671,6 +767,7 @@ def flash_attn_with_kvcache(
         rotary_cos,
         rotary_sin,
         features,
+        out,
         rotary_interleaved=rotary_interleaved,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
@@ -678,19 +775,80 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         num_splits=num_splits,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
     )
-    if max_logit is None:
-        return (out, softmax_lse) if return_softmax_lse else out
-    return (out, softmax_lse, max_logit) if return_softmax_lse else (out, max_logit)
+    return _wanted((out, softmax_lse, None, None, max_logit), return_softmax_lse)
 
 
-def _wanted(results: tuple[Tensor, Tensor, Tensor | None, Any, Tensor | None], return_lse: bool) -> Any:
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """A tensor to pass as scheduler_metadata, for callers that make one for each step.
+
+    It is a hint that changes no bit of a result: kernels here read the lengths on the device in every launch, so that a
+    captured call stays right for other lengths, and need no schedule made before.
+
+    Arguments:
+        cache_seqlens: int32 (batch_size,), the lengths; the result is on its device. The others are those of the call
+            of attention, by the names that FlashAttention-3 gives them: batch_size, max_seqlen_q, max_seqlen_k,
+            num_heads_q, num_heads_kv, headdim, qkv_dtype, headdim_v, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad,
+            page_size, max_seqlen_k_new, causal, window_size, attention_chunk, has_softcap, num_splits, pack_gqa,
+            sm_margin. They are not looked at.
+
+    Returns:
+        int32 (1,).
+
+    Example:
+        >>> get_scheduler_metadata(2, 1, 512, 8, 4, 64, torch.tensor([3, 5], dtype=torch.int32))
+        tensor([0], dtype=torch.int32)
+    """
+    checks.tensor("cache_seqlens", cache_seqlens)
+    return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _wanted(results: tuple[Tensor, Tensor | None, Tensor | None, Any, Tensor | None], return_lse: bool) -> Any:
     """Of the results of `flash_attn.forward`, returns those that the caller asked for: out alone, or a tuple."""
     out, softmax_lse, s_dmask, _, max_logit = results
     if s_dmask is None and max_logit is None and not return_lse:
         return out
     lse = softmax_lse if return_lse or s_dmask is not None else None
     return tuple(x for x in (out, lse, s_dmask, max_logit) if x is not None)
+
+
+def _check_hint(scheduler_metadata: object) -> None:
+    checks.tensor("scheduler_metadata", scheduler_metadata, dtypes=(torch.int32,))
+
+
+def _refuse_qv(**values: object) -> None:
+    """Refuse FlashAttention-3's queries of the values, which have two names."""
+    for name, value in values.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} must be None, found a {type(value).__name__}: queries of the values are not supported. "
+                f"Scores are the same with torch.cat([q, {name}], -1) for q and torch.cat([k, v], -1) for k, beside "
+                "the same v; give the softmax_scale, or get that of both head dims together"
+            )
 
 
 def _check_given(name: str, value: object) -> None:
@@ -728,7 +886,7 @@ def _flash_attn_varlen_forward(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: Length,
     max_seqlen_k: Length,
     dropout_p: float,
@@ -747,12 +905,11 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (out, softmax_lse, S_dmask, rng_state).
 
-    seqused_k, leftpad_k: int32 (batch,), how many keys of each entry are used and how many of these are skipped.
-    zero_tensors changes nothing, since every element is written. num_splits changes nothing; with block_table it must
-    be at most 1.
+    seqused_k, leftpad_k: int32 (batch,), how many keys of each entry are used and how many of these are skipped. With
+    block_table and seqused_k, cu_seqlens_k may hold anything, or be None. zero_tensors changes nothing, since every
+    element is written. With block_table, num_splits must be at most 1.
     """
     _check_given("cu_seqlens_q", cu_seqlens_q)
-    _check_given("cu_seqlens_k", cu_seqlens_k)
     flash_attn.check_splits_of_pages(num_splits, block_table)
     window = window_size_left, window_size_right
     options = dict(
@@ -766,6 +923,7 @@ def _flash_attn_varlen_forward(
         block_table=block_table,
         leftpad_k=leftpad_k,
         seqused_k=seqused_k,
+        num_splits=num_splits,
     )
     results = flash_attn.forward(q, k, v, softmax_scale, causal, window, return_softmax, **options)
     return flash_attn.with_tensors(results)
@@ -852,7 +1010,7 @@ def _flash_attn_varlen_backward(
 _QKV = "Tensor q, Tensor k, Tensor v"
 _RESULTS = "Tensor out, Tensor softmax_lse"
 _GRADIENTS = "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv"
-_BOUNDS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_BOUNDS = "Tensor cu_seqlens_q, Tensor{} cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 _SCORES = "float dropout_p, float softmax_scale, bool causal"
 _WINDOW = "SymInt window_size_left, SymInt window_size_right, float softcap, Tensor? alibi_slopes"
 _FORWARD_RETURNS = f"({_RESULTS}, Tensor S_dmask, Tensor rng_state)"
@@ -862,7 +1020,7 @@ flash_attn.define_composite(
     _flash_attn_forward,
 )
 flash_attn.define_composite(
-    f"_flash_attn_varlen_forward({_QKV}, {_BOUNDS}, {_SCORES}, SymInt window_size_left=-1, "
+    f"_flash_attn_varlen_forward({_QKV}, {_BOUNDS.format('?')}, {_SCORES}, SymInt window_size_left=-1, "
     "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, bool return_softmax=False, "
     "Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False, "
     f"SymInt num_splits=0) -> {_FORWARD_RETURNS}",
@@ -874,8 +1032,8 @@ flash_attn.define_composite(
     _flash_attn_backward,
 )
 flash_attn.define_composite(
-    f"_flash_attn_varlen_backward(Tensor dout, {_QKV}, {_RESULTS}, {_GRADIENTS}, {_BOUNDS}, {_SCORES}, {_WINDOW}, "
-    "bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor softmax_d",
+    f"_flash_attn_varlen_backward(Tensor dout, {_QKV}, {_RESULTS}, {_GRADIENTS}, {_BOUNDS.format('')}, {_SCORES}, "
+    f"{_WINDOW}, bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor softmax_d",
     _flash_attn_varlen_backward,
 )
 

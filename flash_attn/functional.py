@@ -16,8 +16,9 @@ from torch import Tensor
 
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._ops import checks, flash_attn
+from flash_attn._ops.merge_states import merge_states_
 
-__all__ = ["column_sums", "combine", "entropy", "row_max", "row_max_and_sum", "weights"]
+__all__ = ["column_sums", "combine", "entropy", "merge_attn_states", "row_max", "row_max_and_sum", "weights"]
 
 _FLOATS = (*flash_attn.DTYPES, torch.float64)
 _OPTIONS = tuple(inspect.signature(flash_attn.score_arguments).parameters)[2:]  # after q and k
@@ -74,6 +75,79 @@ def combine(
     held = outs.masked_fill((lses == -math.inf).transpose(-1, -2)[..., None], 0)
     merged = (held * share.transpose(-1, -2)[..., None]).sum(0).to(dtype)
     return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf).float()
+
+
+def merge_attn_states(
+    out: Tensor | None,
+    lse: Tensor | None,
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    heads_first: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`combine` for two parts of packed tokens, in one launch: a shared prefix and the rest, or keys on two devices.
+
+    If there is a learnable_sink, give it to the call for one part only. No gradient is computed.
+
+    Arguments:
+        out: (tokens, heads, head_dim), floating point with any strides, where the result is written; None makes a new
+            tensor like out_a. It may be out_a or out_b itself.
+        lse: where the lse of the result is written, in the layout of lse_a; None makes a new float32 tensor. It may be
+            lse_a or lse_b itself.
+        out_a, out_b: (tokens, heads, head_dim), floating point.
+        lse_a, lse_b: floating-point (heads, tokens), as `flash_attn.flash_attn_varlen_func` returns it, or (tokens,
+            heads), any strides; +inf and -inf both mean that a row sees no key of that part.
+        heads_first: whether the lse are (heads, tokens). None: their shape tells; where there are as many tokens as
+            heads, it does not, and they count as (heads, tokens). So give it if yours are (tokens, heads).
+
+    Returns:
+        (out, lse). A row that sees no key of both has 0 and +inf.
+
+    Example:
+        >>> from flash_attn import flash_attn_varlen_func
+        >>> q, k, v = (torch.randn(8, 4, 16) for _ in range(3))
+        >>> def attend(keys):
+        ...     ends = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k[keys]))
+        ...     return flash_attn_varlen_func(q, k[keys], v[keys], *ends, 8, 8, return_lse=True)
+        >>> out, lse = merge_attn_states(None, None, *attend(slice(0, 3)), *attend(slice(3, 8)))
+        >>> torch.allclose(out, attend(slice(0, 8))[0], atol=1e-5)
+        True
+    """
+    checks.tensor("out_a", out_a, dtypes=_FLOATS)
+    checks.ndim("out_a", out_a, "(tokens, heads, head_dim)")
+    shape, device = tuple(out_a.shape), out_a.device
+    checks.tensor("out_b", out_b, dtypes=_FLOATS, shape=shape, device=device)
+    tokens, heads, _ = shape
+    checks.tensor("lse_a", lse_a, dtypes=_FLOATS, device=device)
+    layouts = {True: (heads, tokens), False: (tokens, heads)}
+    if heads_first is None:
+        heads_first = tuple(lse_a.shape) != layouts[False] or tokens == heads
+    checks.flag("heads_first", heads_first, "a bool or None")
+    if tuple(lse_a.shape) != layouts[bool(heads_first)]:
+        raise ArgumentError(
+            f"lse_a must have shape {layouts[True]}, or {layouts[False]} with heads last, for out_a {shape}, found "
+            f"{tuple(lse_a.shape)} with heads_first={heads_first}"
+        )
+    checks.tensor("lse_b", lse_b, dtypes=_FLOATS, shape=tuple(lse_a.shape), device=device)
+    if out is None:
+        out = torch.empty_like(out_a)
+    if lse is None:
+        lse = torch.empty_like(lse_a, dtype=torch.float32)
+    checks.tensor("out", out, dtypes=_FLOATS, shape=shape, device=device)
+    checks.tensor("lse", lse, dtypes=_FLOATS, shape=tuple(lse_a.shape), device=device)
+    checks.own_memory(out=out, lse=lse)
+    if torch.is_grad_enabled():
+        named = dict(out=out, lse=lse, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+        for name, x in named.items():
+            if x.requires_grad:
+                raise ArgumentError(
+                    f"{name} must not require grad, found requires_grad=True: `combine` computes gradients"
+                )
+    rows = [x.transpose(0, 1) if heads_first else x for x in (lse, lse_a, lse_b)]
+    merge_states_(out, rows[0], out_a, rows[1], out_b, rows[2])
+    return out, lse
 
 
 @torch.no_grad()

@@ -164,6 +164,16 @@ def test_decoding_from_pages():
     assert found == 4 * 3 * (20 + 31) * 4 * 8
 
 
+def test_decoding_for_packed_queries():
+    q, pages = torch.randn(7, 4, 8), torch.randn(4, 16, 2, 8)
+    table, used, starts = ints(0, 1, 2, 3).view(2, 2), ints(20, 31), ints(0, 2, 5)
+    options = dict(cache_seqlens=used, block_table=table, cu_seqlens_q=starts, max_seqlen_q=3)
+    with torch.no_grad():
+        for out in (None, torch.empty_like(q)):
+            found = counted(flash_attn_with_kvcache, q, pages, pages, **options, out=out)
+            assert found == 4 * (2 * 20 + 3 * 31) * 4 * 8
+
+
 def test_lengths_without_values():
     """On the meta device and in fake tensors, each sequence counts as the longest."""
     q, starts = torch.randn(5, 4, 8), ints(0, 2, 5)

@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.utils.benchmark import Measurement, Timer
 from typing_extensions import assert_type
 
-from flash_attn import flash_attn_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 from flash_attn.bert_padding import pad_input, unpad_input, unpad_input_for_concatenated_sequences
+from flash_attn.flash_attn_interface import get_scheduler_metadata
+from flash_attn.functional import merge_attn_states
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
 from flash_attn.utils.benchmark import benchmark_forward, benchmark_memory
 from flash_attn.utils.library import triton_op
@@ -33,6 +40,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, asks: bool) -> N
     assert_type(flash_attn_varlen_qkvpacked_func(q, lengths, 5, return_lse=True), tuple[Tensor, Tensor])
     assert_type(flash_attn_with_kvcache(q, k, v, cache_seqlens=5), Tensor)
     assert_type(flash_attn_with_kvcache(q, k, v, return_softmax_lse=True), tuple[Tensor, Tensor])
+
+
+def serving(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor) -> None:
+    hint = get_scheduler_metadata(2, 1, 64, 8, 8, 64, lengths)
+    assert_type(
+        flash_attn_varlen_func(
+            q, k, v, lengths, seqused_k=lengths, block_table=table, out=q, window_size=[9, 0], scheduler_metadata=hint
+        ),
+        Tensor,
+    )
+    part = flash_attn_varlen_func(q, k, v, lengths, seqused_k=lengths, block_table=table, return_softmax_lse=True)
+    assert_type(part, tuple[Tensor, Tensor])
+    assert_type(merge_attn_states(None, None, *part, *part), tuple[Tensor, Tensor])
+    assert_type(flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, cu_seqlens_q=lengths, out=q), Tensor)
+    flash_attn_varlen_func(q, k, v, lengths, qv=q)  # type: ignore[call-overload]
 
 
 def padding(x: Tensor, mask: Tensor) -> Tensor:

@@ -61,7 +61,11 @@ struct Boxed<kFunction, kMayEndEarly> {
     Arguments from(stack, num_arguments, kMayEndEarly);
     std::tuple<std::remove_cvref_t<Parameters>...> arguments{parsed<std::remove_cvref_t<Parameters>>(from)...};
     from.check_all_read();
-    put(stack, std::apply(kFunction, arguments));
+    if constexpr (std::is_void_v<Result>) {
+      std::apply(kFunction, arguments);
+    } else {
+      put(stack, std::apply(kFunction, arguments));
+    }
   }
 
  private:

@@ -9,9 +9,10 @@ What is computed, the shapes and the errors are those of `flash_attn.flash_attn_
   are packed, and has a gradient.
 - page_table is `block_table`, qkv may hold fewer heads of keys than of queries, and s_aux (heads,), which
   FlashAttention-3 itself does not have but its copies in other packages do, is `learnable_sink`.
-- pack_gqa, sm_margin and scheduler_metadata change nothing, and num_splits only matters with a cache.
+- pack_gqa, sm_margin and scheduler_metadata change nothing, and num_splits only matters with a cache and where
+  sequences are packed.
 - qv, q_descale, k_descale and v_descale (fp8), cu_seqlens_k_new and rotary_seqlens must be None: anything else raises a
-  NotImplementedError that names it. So does appending to a cache for packed queries.
+  NotImplementedError that names it.
 
 Any head_dim, GPU and CPU that `flash_attn` serves will do.
 """
@@ -161,6 +162,7 @@ def flash_attn_varlen_func(
         window_size=window_size,
         attention_chunk=attention_chunk,
         softcap=softcap,
+        num_splits=num_splits,
         deterministic=deterministic,
         s_aux=s_aux,
     )
@@ -261,8 +263,7 @@ def flash_attn_with_kvcache(
     """`flash_attn.flash_attn_with_kvcache` by FlashAttention-3's arguments, which the top of this module explains.
 
     Arguments:
-        q: (batch, seqlen_q, heads, head_dim); or packed, (total_q, heads, head_dim) with cu_seqlens_q (batch + 1,), and
-            then nothing is appended.
+        q: (batch, seqlen_q, heads, head_dim); or packed, (total_q, heads, head_dim) with cu_seqlens_q (batch + 1,).
         k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or (num_pages, page_size, heads_k, head_dim) with
             page_table (batch, pages of an entry).
         k, v: (batch, seqlen_new, heads_k, head_dim), written to positions cache_seqlens and on; or None.

@@ -7,7 +7,7 @@ No check reads the contents of a tensor, so none synchronises with a device or b
 
 import math
 import numbers
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat, SupportsInt, cast
 
 import torch
@@ -164,10 +164,10 @@ def flags(**values: object) -> None:
         flag(name, value)
 
 
-def window(window_size: tuple[int, int]) -> tuple[int, int]:
+def window(window_size: Sequence[int]) -> tuple[int, int]:
     """Check that two integers are given; return (left, right) as ints, with -1 for every negative one."""
     if type(window_size) is tuple and window_size == (-1, -1):  # an array would compare its elements
-        return window_size
+        return -1, -1
     try:
         left, right = window_size
         exact = int(left) == left and int(right) == right
@@ -205,6 +205,40 @@ def own_memory(**tensors: torch.Tensor) -> None:
         other = seen.setdefault((_torch_private.storage_id(value), value.storage_offset()), name)
         if other is not name:
             raise ArgumentError(f"{name} must have memory of its own, since it is written; found the memory of {other}")
+
+
+def apart(name: str, written: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> None:
+    """Check that a tensor to be written shares no element with any of the others, as far as strides tell."""
+    if torch.compiler.is_compiling():
+        return
+    for other, value in others.items():
+        if value is not None and _overlap(written, value):
+            raise ArgumentError(f"{name} must have memory of its own, since it is written; found the memory of {other}")
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether tensors of one dtype surely share an element."""
+    if x.numel() == 0 or y.numel() == 0 or _torch_private.storage_id(x) != _torch_private.storage_id(y):
+        return False
+    distance = y.storage_offset() - x.storage_offset()
+    extent_x, extent_y = _extent(x.shape, x.stride()), _extent(y.shape, y.stride())
+    if distance == 0 or not -extent_y < distance < extent_x:
+        return distance == 0
+    if x.numel() == extent_x and y.numel() == extent_y:
+        return True
+    # Both may be columns of one matrix, as q of a packed qkv is: then their rows are compared.
+    pitch = x.stride(0)
+    rows = [_extent(each.shape[1:], each.stride()[1:]) for each in (x, y)]
+    dense = all(row * len(each) == each.numel() for row, each in zip(rows, (x, y), strict=True))
+    if y.stride(0) != pitch or not dense or max(rows) > pitch:
+        return False
+    shift = distance % pitch
+    return shift < rows[0] or shift + rows[1] > pitch
+
+
+def _extent(shape, stride):
+    """How many elements lie from the first to the last of a tensor that is not empty."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _are_alike(values: Iterable[torch.Tensor], dtypes: Collection[torch.dtype]) -> bool:

@@ -3,8 +3,8 @@
 `forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Optional arguments are
 keywords: the fields of `Options` or `CacheOptions`. `_checked` puts the given ones at their places among the arguments
 of the op, and spends almost no time on the others. The other arguments are positional only: else Python would compare
-each keyword with the name of each of them. `plain_forward` and `plain_decode` are a shorter way for calls without
-options: they leave most checks to the kernel, and call ops with fewer arguments.
+each keyword with the name of each of them. `plain_forward`, `plain_varlen` and `plain_decode` are a shorter way for
+calls with no options but those of servers: they leave most checks to the kernel, and call ops with fewer arguments.
 
 Dense and variable-length batches use the same op; `cu_seqlens_q` is given for variable lengths. Queries, keys and
 values may be separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with
@@ -29,6 +29,7 @@ from flash_attn._ops import autograd, checks, flops, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import merge_parts
+from flash_attn._ops.rotary import rotary
 from flash_attn._reference import attention as reference
 from flash_attn._reference.attention.options import CacheOptions, Options
 
@@ -43,6 +44,7 @@ block_size_n = reference.block_size_n
 unpack = with_features.unpack
 S_DMASK_MULTIPLE = 128
 _FEW = 8  # channels of 16 bits in one 16-byte load, the fewest that kernels read of a row
+_NO_WINDOW, _CAUSAL, _FAR = (-1, -1), (-1, 0), 2**31 - 1  # windows as ops take them, and a side that reaches all keys
 exact_gradients = False  # the option of this name in every call of `forward`; flash_attn/precision.py sets it
 
 
@@ -52,19 +54,21 @@ def forward(
     v: Tensor | None,
     softmax_scale: float | None,
     causal: bool | Tensor,
-    window_size: tuple[int, int],
+    window_size: Sequence[int],
     return_softmax: bool = False,
     given: FeatureArguments | None = None,
+    out: Tensor | None = None,
     /,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Attention. Returns (out, softmax_lse, S_dmask, rng_state, max_logit).
 
     S_dmask and rng_state are None if neither S_dmask nor dropout is wanted; without dropout, S_dmask is empty.
-    max_logit is None if it is not wanted.
+    max_logit is None if it is not wanted; so is softmax_lse where `out` is given and nothing asks for it.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`.
     given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
+    out: a tensor to write the result to, and to return; it has no gradient.
     options: fields of `Options`; None means the default.
     """
     queries: Tensor
@@ -73,6 +77,8 @@ def forward(
     (queries, keys, values), names = (q, k, v), ("q", "k", "v")
     if v is None:
         (queries, keys, values), names = unpack(q, k, v), ("q", "kv", "kv") if k is not None else ("qkv", "qkv", "qkv")
+    if options.get("block_table") is not None:
+        _take_lengths_from_seqused_k(given, options)
     batch, head_dim, is_plain = _check_qkv(names, queries, keys, values, options, given is not None)
     if return_softmax is not False:
         checks.flag("return_attn_probs", return_softmax)
@@ -90,6 +96,9 @@ def forward(
         )
     scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(Options, scores, options, (names, queries, batch))
+    if out is not None:
+        _check_out(out, names, queries, keys, values)
+        _check_wants_no_gradient(names, (queries, keys, values), features)
     s_dmask = rng_state = max_logit = None
     if drops := bool(options.get("dropout_p")):
         arguments = Options(*arguments)
@@ -97,9 +106,13 @@ def forward(
             arguments = _with_bounds(arguments, names, options)
         rng_state = rng.draw_state(q.device)
         arguments = arguments._replace(rng_state=rng_state)
-    if _needs_op(features, is_plain):
-        op, inputs = with_features.fwd_features, (queries, keys, values)
-        out, softmax_lse, max_logit = _call_with_features(op, inputs, features, Options, arguments)
+    features_op, inputs = with_features.fwd_features, (queries, keys, values)
+    if out is not None:
+        wants_lse = return_softmax or given is None or given.return_lse
+        ops = with_features.fwd_features_into, features_op
+        softmax_lse, max_logit = _call_into(out, wants_lse, ops, inputs, features, Options, arguments)
+    elif _needs_op(features, is_plain):
+        out, softmax_lse, max_logit = _call_with_features(features_op, inputs, features, Options, arguments)
     else:
         out, softmax_lse = fwd(q, k, v, *arguments)
     if return_softmax:
@@ -120,7 +133,7 @@ def backward(
     dv: Tensor,
     softmax_scale: float | None,
     causal: bool | Tensor,
-    window_size: tuple[int, int],
+    window_size: Sequence[int],
     /,
     rng_state: Tensor | None = None,
     dlse: Tensor | None = None,
@@ -180,48 +193,60 @@ def decode(
     v_cache: Tensor,
     softmax_scale: float | None,
     causal: bool | Tensor,
-    window_size: tuple[int, int],
+    window_size: Sequence[int],
     cache_seqlens: int | Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     given: FeatureArguments | None = None,
+    out: Tensor | None = None,
     /,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse, max_logit).
 
-    max_logit is None if it is not wanted.
+    max_logit is None if it is not wanted; so is softmax_lse where `out` is given and nothing asks for it.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_with_kvcache`.
-    given: the arguments that flash-attn 2.8 does not have. options: the other fields of `CacheOptions`; None means the
-        default.
+    given: the arguments that flash-attn 2.8 does not have. out: a tensor to write the result to, and to return.
+    options: the other fields of `CacheOptions`; None means the default.
     """
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
+    names, packed = ("q", "k_cache", "v_cache"), options.get("cu_seqlens_q") is not None
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or given.any_given()):
-        features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
+        features = with_features.checked(given, causal, q, batch, capacity, varlen=packed)
         features, causal = _simplified(features, causal)
     if cache_seqlens is not None:
         name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity)
         options[name] = length
     if k is not None or v is not None:
-        _check_appended(q, k_cache, v_cache, k, v, capacity, options)
+        _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options)
         options["k"], options["v"] = k, v
     if rotary_cos is not None or rotary_sin is not None:
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
-    arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
+    arguments = _checked(CacheOptions, scores, options, (names, q, batch))
+    if out is not None:
+        _check_out(out, (*names, "k", "v"), q, k_cache, v_cache, k, v)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         _warn_of_gradients(q, k_cache, v_cache, k, v, *(() if features is None else features[:2]))
+    if packed and rotary_cos is not None:
+        q, arguments = _rotated(q, CacheOptions(*arguments), features)
+    features_op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
+    if out is not None:
+        wants_lse = given is None or given.return_lse
+        ops = with_features.fwd_kvcache_features_into, features_op
+        return out, *_call_into(out, wants_lse, ops, inputs, features, CacheOptions, arguments)
     if _needs_op(features, is_plain):
-        op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
-        return _call_with_features(op, inputs, features, CacheOptions, arguments)
+        return _call_with_features(features_op, inputs, features, CacheOptions, arguments)
     return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool, /) -> Tensor | None:
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool, window_size: Sequence[int], /
+) -> Tensor | None:
     """Returns out of a dense call without other arguments; None if `forward` has to look at the call.
 
     In small calls a GPU waits for Python. So here is only what the ops need and what their kernels do not check. A call
@@ -229,16 +254,70 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, 
     """
     if torch.compiler.is_compiling() or exact_gradients:
         return None
-    scale = _scale_if_plain("fwd", q, k, v, softmax_scale)
-    if scale is None:
+    scale = _scale_if_plain("fwd", q, k, v, softmax_scale, 4, 4)
+    window = _plain_window(window_size, is_causal)
+    if scale is None or window is None:
         return None
-    right = 0 if is_causal else -1
     try:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _apply_plain(q, k, v, (scale, -1, right))
-        return _refusable(fwd_plain_out, q, k, v, scale, -1, right)
+            return _apply_plain(q, k, v, (scale, *window))
+        return _refusable(fwd_plain_out, q, k, v, scale, *window)
     except _Refused:
         return None
+
+
+def plain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size: Sequence[int],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    block_table: Tensor | None,
+    seqused_k: Tensor | None,
+    num_splits: int,
+    out: Tensor | None,
+    wants_lse: bool,
+    /,
+) -> Any:
+    """Returns out, or (out, softmax_lse), of packed queries without other arguments; None as in `plain_forward`."""
+    if torch.compiler.is_compiling():
+        return None
+    if block_table is not None and seqused_k is not None:
+        cu_seqlens_k = None
+    elif not _is_plain_index(cu_seqlens_k, 1):
+        return None
+    scale = _scale_if_plain("fwd", q, k, v, softmax_scale, 3, 3 if block_table is None else 4)
+    window = _plain_window(window_size, is_causal)
+    if (
+        scale is None
+        or window is None
+        or not _is_plain_index(cu_seqlens_q, 1)
+        or not (seqused_k is None or _is_plain_index(seqused_k, 1))
+        or not (block_table is None or _is_plain_index(block_table, 2))
+        or not (_is_plain_bound(max_seqlen_q) and _is_plain_bound(max_seqlen_k))
+        or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
+        or not _takes_result(out)
+    ):
+        return None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k
+    try:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            if out is not None or exact_gradients:
+                return None
+            out, lse = _apply_varlen(q, k, v, (scale, *window, *lengths, num_splits))
+        else:
+            if out is None:
+                out = with_features.out_fake(q, v)
+            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if wants_lse else None
+            _refusable(fwd_plain_into, q, k, v, out, lse, scale, *window, *lengths, num_splits)
+    except _Refused:
+        return None
+    return (out, lse) if wants_lse else out
 
 
 def plain_decode(
@@ -247,27 +326,62 @@ def plain_decode(
     v_cache: Tensor,
     softmax_scale: float | None,
     is_causal: bool,
+    window_size: Sequence[int],
     cache_seqlens: int | Tensor | None,
     block_table: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    num_splits: int,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: Any,
+    out: Tensor | None,
+    wants_lse: bool,
     /,
-) -> Tensor | None:
-    """Returns out of `decode` without other arguments; None as in `plain_forward`."""
+) -> Any:
+    """Returns out, or (out, softmax_lse), of `decode` without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
-    scale = _scale_if_plain("fwd_kvcache", q, k_cache, v_cache, softmax_scale)
+    scale = _scale_if_plain("fwd_kvcache", q, k_cache, v_cache, softmax_scale, 4 if cu_seqlens_q is None else 3, 4)
+    window = _plain_window(window_size, is_causal)
+    length = None  # of all entries
+    if type(cache_seqlens) is int:
+        length, cache_seqlens = cache_seqlens, None
     if (
         scale is None
+        or window is None
         or not (cache_seqlens is None or _is_plain_index(cache_seqlens, 1))
         or not (block_table is None or _is_plain_index(block_table, 2))
-        or not (k_cache.is_contiguous() and v_cache.is_contiguous())  # _check_cache refuses some other layouts
+        or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
+        or not (k_cache.stride(3) == v_cache.stride(3) == 1)  # _check_cache refuses others
         or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
     ):
         return None
-    right = 0 if is_causal else -1
+    appends = not (k is v is rotary_cos is rotary_sin is None)
     try:
-        return _refusable(fwd_kvcache_plain_out, q, k_cache, v_cache, scale, -1, right, cache_seqlens, block_table)
+        if not appends and length is out is cu_seqlens_q is max_seqlen_q is None and num_splits == 0 and not wants_lse:
+            return _refusable(fwd_kvcache_plain_out, q, k_cache, v_cache, scale, *window, cache_seqlens, block_table)
+        if (
+            (appends and not _appends_plainly(k_cache, v_cache, k, v))
+            or (appends and length is cache_seqlens is None)
+            or not (length is None or 0 <= length <= _capacity(k_cache, block_table) - (0 if k is None else k.shape[1]))
+            or not (rotary_cos is rotary_sin is None or _rotates_plainly(k_cache, block_table, rotary_cos, rotary_sin))
+            or not (max_seqlen_q is None if cu_seqlens_q is None else _is_plain_bound(max_seqlen_q))
+            or not (cu_seqlens_q is None or (rotary_cos is None and _is_plain_index(cu_seqlens_q, 1)))
+            or not _takes_result(out)
+        ):
+            return None
+        if out is None:
+            out = with_features.out_fake(q, v_cache)
+        lse = q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32) if wants_lse else None
+        lengths = cache_seqlens, block_table, cu_seqlens_q, max_seqlen_q, num_splits
+        new = k, v, rotary_cos, rotary_sin, rotary_interleaved, length
+        _refusable(fwd_kvcache_plain_into, q, k_cache, v_cache, out, lse, scale, *window, *lengths, *new)
     except _Refused:
         return None
+    return (out, lse) if wants_lse else out
 
 
 class _Refused(Exception):
@@ -285,8 +399,11 @@ def _refusable(op, *args):
         raise _Refused from error
 
 
-def _scale_if_plain(op, q, k, v, scale):
-    """Returns the scale of the scores for the plain form of `op`; None if it does not suit these arguments."""
+def _scale_if_plain(op, q, k, v, scale, dims_q, dims_v):
+    """Returns the scale of the scores for a plain form of `op`; None if it does not suit these arguments.
+
+    dims_q, dims_v: the dimensions that q must have, and k and v.
+    """
     if not (type(q) is type(k) is type(v) is Tensor) or q.dtype not in KERNEL_DTYPES:
         return None
     # Modes that look at each op know those with all arguments. With a meta tensor among the arguments, the dispatcher
@@ -294,15 +411,15 @@ def _scale_if_plain(op, q, k, v, scale):
     if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or _torch_private.in_dispatch_mode():
         return None
     # Nested tensors have no sizes to look at.
-    if q.dim() != 4 or v.dim() != 4 or q.is_nested or v.is_nested:
+    if q.dim() != dims_q or not k.dim() == v.dim() == dims_v or q.is_nested or k.is_nested or v.is_nested:
         return None
     shape = q.shape
-    if not 1 <= shape[3] <= MAX_HEAD_DIM or shape[2] > MANY_HEADS or v.shape[3] > MAX_HEAD_DIM:
+    if not 1 <= shape[-1] <= MAX_HEAD_DIM or shape[-2] > MANY_HEADS or v.shape[-1] > MAX_HEAD_DIM:
         return None
     if not _library.runs_in_kernel(op, q):
         return None
     if scale is None:
-        return shape[3] ** -0.5
+        return shape[-1] ** -0.5
     return scale if type(scale) is float and 0 <= scale < math.inf else None
 
 
@@ -311,13 +428,70 @@ def _is_plain_index(x, dims):
     return type(x) is Tensor and x.dtype is torch.int32 and x.dim() == dims and x.stride(-1) == 1 and not x.is_meta
 
 
+def _is_plain_bound(bound):
+    """Whether `bound` is an upper bound of lengths as ops take it."""
+    return bound is None or (type(bound) is int and bound >= 0)
+
+
+def _plain_window(window_size, is_causal):
+    """Returns window_size as ops take it, (left, right); None if it has to be looked at."""
+    kind = type(window_size)
+    if kind is tuple and window_size == _NO_WINDOW:
+        return _CAUSAL if is_causal else _NO_WINDOW
+    if (kind is not tuple and kind is not list) or len(window_size) != 2:
+        return None
+    left, right = window_size
+    if type(left) is not int or type(right) is not int or left > _FAR or right > _FAR:
+        return None
+    return max(left, -1), 0 if is_causal else max(right, -1)
+
+
+def _takes_result(out):
+    """Whether `out`, where it is given, may be written to. Its shape, its device and its memory, kernels check."""
+    return out is None or (
+        type(out) is Tensor and not out.is_meta and not (out.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _capacity(k_cache, block_table):
+    """The positions of an entry of a cache that has passed for plain."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
+def _appends_plainly(k_cache, v_cache, k, v):
+    """Whether new keys and values can be appended to these caches, as far as kernels do not check it."""
+    return (
+        type(k) is type(v) is Tensor
+        and not (k.is_meta or v.is_meta)
+        and k.dim() == v.dim() == 4
+        and 0 not in k_cache.stride()  # no two positions share memory
+        and 0 not in v_cache.stride()
+        and k_cache.data_ptr() != v_cache.data_ptr()
+        and not (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad))
+    )
+
+
+def _rotates_plainly(k_cache, block_table, cos, sin):
+    """Whether these are tables for all positions of the cache, as far as kernels do not check it."""
+    return (
+        type(cos) is type(sin) is Tensor
+        and not (cos.is_meta or sin.is_meta)
+        and cos.dtype in DTYPES
+        and cos.dim() == 2
+        and cos.shape[0] >= _capacity(k_cache, block_table)
+        and cos.shape[1] % 8 == 0
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    )
+
+
 def score_arguments(
     q: Tensor,
     k: Tensor,
     *,
     softmax_scale: float | None = None,
     causal: bool | Tensor = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     learnable_sink: Tensor | None = None,
@@ -436,7 +610,7 @@ def _bias_of_each_key(bias, lse, seqlen_k):
 
 
 def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
-    """Check the num_splits that other packages pass to forwards, which choose their splits by themselves."""
+    """Check the num_splits of forwards that other packages call by position: as in flash-attn 2.8, none with pages."""
     if block_table is not None and checks.whole("num_splits", num_splits) > 1:
         raise ArgumentError(
             f"num_splits must be at most 1 with block_table, found {num_splits}: num_splits > 1 is not supported here"
@@ -514,6 +688,64 @@ def _call_with_features(op, inputs, features, kind, arguments):
     else:
         out, softmax_lse, row_max, *_ = op(*inputs, sink, bias, *options, *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
+
+
+def _call_into(out, wants_lse, ops, inputs, features, kind, arguments):
+    """`_call_with_features` with a tensor for out. Returns softmax_lse, or None if it is not wanted, and max_logit.
+
+    ops: the op that writes to tensors of its caller, and the one that returns new ones.
+    """
+    op, returning = ops
+    features, options = features or with_features.Features(), kind(*arguments)
+    if _takes_two_calls(returning, inputs, options, features):
+        result, lse, row_max = _in_two_calls(returning, inputs, options, features)
+        out.copy_(result)
+        return lse, _max_logit(row_max) if features.row_max else None
+    q, (sink, bias, *rest) = inputs[0], features
+    shape = _lse_shape(q, options.cu_seqlens_q)
+    lse = q.new_empty(shape, dtype=torch.float32) if wants_lse else None
+    row_max = q.new_empty(shape, dtype=torch.float32) if features.row_max else None
+    op(*inputs, out, lse, row_max, sink, bias, *options, *rest)
+    return lse, None if row_max is None else _max_logit(row_max)
+
+
+def _rotated(q, options, features):
+    """Rotate packed queries and new keys, as kernels do by themselves where queries have a batch dimension.
+
+    Returns the queries, and the options with rotated keys and without tables.
+    """
+    batch = options.k.shape[0]
+    start = options.cache_seqlens
+    if start is None:
+        start = options.k.new_full((batch,), options.cache_seqlen, dtype=torch.int32)
+    start, tables, interleaved = (
+        start.clamp(min=0),
+        (options.rotary_cos, options.rotary_sin),
+        options.rotary_interleaved,
+    )
+    k = rotary(options.k, *tables, start, 0, None, interleaved, False)
+    if batch > 0:
+        positions = _positions(q, start, options, features)
+        q = rotary(q[:, None], *tables, positions, 0, None, interleaved, False)[:, 0]
+    return q, options._replace(k=k, rotary_cos=None, rotary_sin=None)
+
+
+def _positions(q, start, options, features):
+    """The position of each packed query by which it is rotated; start: that of each entry's first one."""
+    token, ends = torch.arange(q.shape[0], dtype=torch.int32, device=q.device), options.cu_seqlens_q[1:]
+    entry = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+    advance = options.window_left >= 0 or options.window_right >= 0
+    if features is not None:
+        advance = advance or features.attention_chunk > 0 or features.key_ranges is not None
+        if not advance and features.causal is not None:
+            advance = features.causal[entry] != 0
+    positions = (start[entry] + (token - options.cu_seqlens_q[entry]) * advance).int()
+    if _library.can_be_read_at_once(positions):
+        needed = max([position + 1 for position in positions[: ends[-1]].tolist()], default=0)
+        if needed > options.rotary_cos.shape[0]:
+            found = options.rotary_cos.shape[0]
+            raise ArgumentError(f"rotary_cos and rotary_sin must have at least {needed} rows, found {found}")
+    return positions
 
 
 def _takes_two_calls(op, inputs, options, features):
@@ -605,8 +837,9 @@ def _check_qkv(names, q, k, v, options, features=False):
     if varlen:
         device = q.device
         batch = _check_cu_seqlens(_length_name("cu_seqlens_q", names), cu_seqlens_q, device)
-        name_k = _length_name("cu_seqlens_k", names)
-        checks.int32_vector(name_k, options.get("cu_seqlens_k"), batch + 1, device)
+        if options.get("seqused_k") is None or not paged:
+            name_k = _length_name("cu_seqlens_k", names)
+            checks.int32_vector(name_k, options.get("cu_seqlens_k"), batch + 1, device)
     else:
         batch = shape_q[0]
     if paged:
@@ -794,6 +1027,38 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 }
 
 
+def _take_lengths_from_seqused_k(given, options):
+    """Drop cu_seqlens_k where keys are in pages and seqused_k has their lengths: engines leave anything in it."""
+    if given is not None and given.seqused_k is not None:
+        options["seqused_k"] = given.seqused_k
+    if options.get("seqused_k") is not None:
+        options["cu_seqlens_k"] = None
+
+
+def _check_out(out, names, q, k, v, *others):
+    """Check a tensor for the result of a call with q, k, v and perhaps others (or None), which have these names."""
+    checks.tensor("out", out, dtypes=(q.dtype,), shape=(*q.shape[:-1], v.shape[-1]), device=q.device)
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
+        raise ArgumentError(f"out must have a contiguous last dimension, found strides {out.stride()}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("out must not require grad where it is written, found requires_grad=True")
+    checks.own_memory(out=out)
+    checks.apart("out", out, dict(zip(names, (q, k, v, *others), strict=True)))
+
+
+def _check_wants_no_gradient(names, tensors, features):
+    """Refuse gradients, for which a result that is written to a tensor of the caller has no place."""
+    if not torch.is_grad_enabled():
+        return
+    terms = () if features is None else features[:2]
+    for name, x in zip((*names, "learnable_sink", "attn_bias"), (*tensors, *terms), strict=False):
+        if x is not None and x.requires_grad:
+            raise ArgumentError(
+                f"{name} must not require grad with out, found requires_grad=True: what is written to out has no "
+                "gradient. Leave out, or call under torch.no_grad()"
+            )
+
+
 def _check_cache(q, k_cache, v_cache, options, features):
     """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
 
@@ -802,13 +1067,21 @@ def _check_cache(q, k_cache, v_cache, options, features):
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
     alike = v_cache.shape == shape_k
-    if len(shape_q) != 4 or len(shape_k) != 4 or not alike:
-        checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)")
+    cu_seqlens_q = options.get("cu_seqlens_q")
+    dims_q = 4 if cu_seqlens_q is None else 3
+    if len(shape_q) != dims_q or len(shape_k) != 4 or not alike:
+        packed = "(total_q, heads, head_dim)"
+        checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)" if cu_seqlens_q is None else packed)
         layout = "(batch_cache or num_pages, capacity or page_size, heads_k, head_dim)"
         checks.ndim("k_cache", k_cache, layout)
         checks.ndim("v_cache", v_cache, layout)
-    batch, _, _, head_dim = shape_q
-    rows, length, _, _ = shape_k
+    head_dim, (rows, length, _, _) = shape_q[-1], shape_k
+    if cu_seqlens_q is None:
+        batch = shape_q[0]
+        if options.get("max_seqlen_q") is not None:
+            raise ArgumentError(f"cu_seqlens_q must be given with max_seqlen_q = {options['max_seqlen_q']}, found None")
+    else:
+        batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
     is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
     if not alike:
         is_plain = _check_values("v_cache", v_cache, k_cache, features) and is_plain
@@ -864,7 +1137,7 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
     return "cache_seqlen", cache_seqlens
 
 
-def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
+def _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options):
     """Check new keys and values; the caller gave at least one of the two."""
     if k is None or v is None:
         missing, given = ("k", "v") if k is None else ("v", "k")
@@ -877,8 +1150,8 @@ def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
             raise ArgumentError(f"{name} must not require grad where it is written, found requires_grad=True")
     checks.alike(("q", "k", "v"), (q, k, v), dtypes=(q.dtype,))
     _, _, heads_k, head_dim = k_cache.shape
-    checks.has_shape("k", k, (q.shape[0], None, heads_k, head_dim))
-    batch, seqlen_new, _, _ = k.shape
+    checks.has_shape("k", k, (batch, None, heads_k, head_dim))
+    seqlen_new = k.shape[1]
     checks.has_shape("v", v, (batch, seqlen_new, heads_k, v_cache.shape[3]))
     length = options.get("cache_seqlen", 0)
     if seqlen_new + length > capacity:
@@ -958,8 +1231,9 @@ def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, dq, dk, dv, *options):
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _fwd_kvcache_fake(q, k_cache, v_cache, *args):
-    return with_features.out_fake(q, v_cache), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
+def _fwd_kvcache_fake(q, k_cache, v_cache, *options):
+    lse_shape = _lse_shape(q, CacheOptions(*options).cu_seqlens_q)
+    return with_features.out_fake(q, v_cache), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def _fwd_reference(q, k, v, *options):
@@ -987,6 +1261,14 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
     return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options))
 
 
+def _fwd_into_reference(q, k, v, out, lse, *options):
+    with_features.write_into(_fwd_reference(q, k, v, *options), out, lse)
+
+
+def _fwd_kvcache_into_reference(q, k_cache, v_cache, out, lse, *options):
+    with_features.write_into(_fwd_kvcache_reference(q, k_cache, v_cache, *options), out, lse)
+
+
 def _fwd_composite(q, k, v, *options):
     return with_features.composed(*unpack(q, k, v), Options(*options), with_features.Features())[:2]
 
@@ -997,12 +1279,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options):
         out, kept, softmax_lse, _ = with_features.with_kept_out(fwd, (q, k, v), (), options)
-        tensors, ctx.others = (), options
-        if len(options) > _NUM_SCORES:  # before that, options are numbers, not tensors
-            tensors = [x if isinstance(x, Tensor) else None for x in options]
-            ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
-        ctx.save_for_backward(q, k, v, *kept, softmax_lse, *tensors)
-        ctx.set_materialize_grads(False)
+        _keep(ctx, (q, k, v, *kept, softmax_lse), options)
         return out, softmax_lse
 
     @staticmethod
@@ -1023,6 +1300,26 @@ class _Attention(torch.autograd.Function):
             return _fwd_composite(q, k, v, *options)
 
         return *autograd.first_or_second(first, autograd.gradients_of(again, 2), dout, dlse, q, k, v), None
+
+
+class _PlainVarlenAttention(_Attention):
+    """The same for a plain call, which a kernel may refuse."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options):
+        out, softmax_lse = _refusable(fwd, q, k, v, *options)
+        _keep(ctx, (q, k, v, out, None, softmax_lse), options)
+        return out, softmax_lse
+
+
+def _keep(ctx, saved, options):
+    """Save for the backward of `_Attention` its tensors and the options, some of which are tensors."""
+    tensors, ctx.others = (), options
+    if len(options) > _NUM_SCORES:  # before that, options are numbers, not tensors
+        tensors = [x if isinstance(x, Tensor) else None for x in options]
+        ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
+    ctx.save_for_backward(*saved, *tensors)
+    ctx.set_materialize_grads(False)
 
 
 class _PlainAttention(torch.autograd.Function):
@@ -1050,10 +1347,11 @@ class _PlainAttention(torch.autograd.Function):
 
 
 _apply_plain = _torch_private.bare_apply(_PlainAttention)
+_apply_varlen = _torch_private.bare_apply(_PlainVarlenAttention)
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
 _OPTIONS = schema.arguments(Options)
 _CACHE_OPTIONS = schema.arguments(CacheOptions)
-_K_OF_CACHE = 3 + CacheOptions._fields.index("k")  # its place among the arguments of fwd_kvcache
+_OUT = (3,)  # its place among the arguments of ops that write to it, beside a new softmax_lse
 
 fwd = _library.define(
     f"fwd(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> (Tensor out, Tensor softmax_lse)",
@@ -1085,6 +1383,16 @@ fwd_plain_out = _library.define(
     sharding=sharding.attention_fwd_plain_out,
 )
 
+# The plain form of packed queries writes to tensors of its caller, and softmax_lse only if it is given.
+_PLAIN_OF_LENGTHS = schema.arguments(Options, end=Options._fields.index("num_splits") + 1)
+fwd_plain_into = _library.define(
+    f"fwd_plain_into(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? softmax_lse, {_PLAIN_OF_LENGTHS}) -> ()",
+    reference=_fwd_into_reference,
+    fake=lambda *_: None,
+    writes=lambda args: _OUT,
+    flops=lambda *args: flops.attention_fwd(*args[:3], *args[5:]),
+)
+
 # Computes the S_dmask of a call of fwd with the same arguments.
 probabilities = _library.define(
     f"probabilities(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> Tensor",
@@ -1111,7 +1419,7 @@ fwd_kvcache = _library.define(
     reference=_fwd_kvcache_reference,
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
-    writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
+    writes=lambda args: with_features.CACHES if with_features.appends(args[3:]) else (),
     flops=flops.attention_kvcache,
 )
 
@@ -1132,4 +1440,15 @@ fwd_kvcache_plain_out = _library.define(
     reference=lambda *args: _fwd_kvcache_reference(*args)[0],
     fake=lambda *args: _fwd_kvcache_fake(*args)[0],
     flops=flops.attention_kvcache,
+)
+
+# The plain form that may append, and writes to tensors of its caller like fwd_plain_into.
+_PLAIN_OF_APPENDING = schema.arguments(CacheOptions, end=CacheOptions._fields.index("cache_seqlen") + 1)
+fwd_kvcache_plain_into = _library.define(
+    "fwd_kvcache_plain_into(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) out, "
+    f"Tensor(d!)? softmax_lse, {_PLAIN_OF_APPENDING}) -> ()",
+    reference=_fwd_kvcache_into_reference,
+    fake=lambda *_: None,
+    writes=lambda args: with_features.CACHES + _OUT if with_features.appends(args[5:]) else _OUT,
+    flops=lambda *args: flops.attention_kvcache(*args[:3], *args[5:]),
 )

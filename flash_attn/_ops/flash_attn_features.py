@@ -219,6 +219,16 @@ def _beyond_kvcache(args):
     return beyond_kernels(q, v_cache, *_split(sink, bias, arguments, CacheOptions))
 
 
+def _beyond_into(kind):
+    """The same for the ops that write to tensors of their caller."""
+
+    def beyond(args):
+        q, _, v, _, _, _, sink, bias, *arguments = args
+        return beyond_kernels(q, v, *_split(sink, bias, arguments, kind))
+
+    return beyond
+
+
 def out_fake(q: Tensor, v: Tensor, order: torch.memory_format = torch.preserve_format) -> Tensor:
     """An empty out with the strides that csrc/binding/flash_attn/ gives it. order: contiguous if qkv is packed."""
     if v.shape[-1] == q.shape[-1]:
@@ -278,6 +288,26 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, CacheOptions)
     return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
+
+
+def write_into(results: Sequence[Tensor], *targets: Tensor | None) -> None:
+    """Copy each result to its target, if there is one."""
+    for target, result in zip(targets, results, strict=True):
+        if target is not None:
+            target.copy_(result)
+
+
+def _fwd_into_reference(q, k, v, out, lse, row_max, *arguments):
+    write_into(_fwd_reference(q, k, v, *arguments)[:3], out, lse, row_max)
+
+
+def _fwd_kvcache_into_reference(q, k_cache, v_cache, out, lse, row_max, *arguments):
+    write_into(_fwd_kvcache_reference(q, k_cache, v_cache, *arguments)[:3], out, lse, row_max)
+
+
+def appends(options: Sequence[Any]) -> bool:
+    """Whether these options, of which the last ones may be missing, have new keys for the cache."""
+    return len(options) > _K_OF_CACHE and options[_K_OF_CACHE] is not None
 
 
 def _weights_fake(q, k, lse, lse_lo, *arguments):
@@ -396,10 +426,11 @@ _FEATURES = schema.arguments(Features, start=2)
 _OPTIONS = f"{_TERMS}, {schema.arguments(Options)}, {_FEATURES}"
 _CACHE_OPTIONS = f"{_TERMS}, {schema.arguments(CacheOptions)}, {_FEATURES}"
 _EXACT = Options._fields.index("exact_gradients")
+CACHES = 1, 2  # the places of the caches among the arguments of an op
 # row_max is empty if it is not wanted; so is lse_lo without a bias. lse_lo is what rounding has taken off softmax_lse:
 # where all keys that a row sees have a bias of -1e9, the logarithm of how many they are.
 _RESULTS = "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor lse_lo)"
-_K_OF_CACHE = 5 + CacheOptions._fields.index("k")  # its place among the arguments of fwd_kvcache_features
+_K_OF_CACHE = CacheOptions._fields.index("k")
 
 fwd_features = _library.define(
     f"fwd_features(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> {_RESULTS}",
@@ -458,6 +489,28 @@ fwd_kvcache_features = _library.define(
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_kvcache,
-    writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
+    writes=lambda args: CACHES if appends(args[5:]) else (),
     flops=flops.attention_kvcache_features,
+)
+
+# The same with results in tensors of the caller. Those that are not wanted, softmax_lse and row_max (here row_maxima,
+# since the feature has that name), are None.
+_TARGETS = "Tensor({}!) out, Tensor({}!)? softmax_lse, Tensor({}!)? row_maxima"
+fwd_features_into = _library.define(
+    f"fwd_features_into(Tensor q, Tensor k, Tensor v, {_TARGETS.format(*'abc')}, {_OPTIONS}) -> ()",
+    reference=_fwd_into_reference,
+    fake=lambda *_: None,
+    kernel_dtypes=KERNEL_DTYPES,
+    beyond_kernel=_beyond_into(Options),
+    flops=lambda *args: flops.attention_fwd_features(*args[:3], *args[6:]),
+)
+fwd_kvcache_features_into = _library.define(
+    f"fwd_kvcache_features_into(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_TARGETS.format(*'cde')}, "
+    f"{_CACHE_OPTIONS}) -> ()",
+    reference=_fwd_kvcache_into_reference,
+    fake=lambda *_: None,
+    kernel_dtypes=KERNEL_DTYPES,
+    beyond_kernel=_beyond_into(CacheOptions),
+    writes=lambda args: (*(CACHES if appends(args[8:]) else ()), 3, 4, 5),
+    flops=lambda *args: flops.attention_kvcache_features(*args[:3], *args[6:]),
 )

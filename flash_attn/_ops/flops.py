@@ -65,16 +65,20 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, lse_lo: Any, sink: Any,
 def attention_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: Any) -> int:
     """Q K^T and P V, with the keys that are in the cache and those that are appended."""
     options = CacheOptions(*arguments[: len(CacheOptions._fields)])
-    batch, seqlen_q, heads, head_dim = q.shape
+    batch = len(q) if options.cu_seqlens_q is None else len(options.cu_seqlens_q) - 1
+    rows = [q.shape[-3]] * batch
+    if options.cu_seqlens_q is not None:
+        rows = _differences(options.cu_seqlens_q, options.max_seqlen_q, q)
     capacity = _capacity(k_cache, options.block_table)
     lengths = _values(options.cache_seqlens)
     if lengths is None:
         lengths = [capacity if options.cache_seqlen is None else options.cache_seqlen] * batch
     new = 0 if options.k is None else options.k.shape[1]
     skipped = _values(options.cache_leftpad) or [0] * batch
-    keys = sum(max(0, min(n + new, capacity) - left) for n, left in zip(lengths, skipped, strict=True))
+    keys = (max(0, min(n + new, capacity) - left) for n, left in zip(lengths, skipped, strict=True))
+    pairs = sum(m * n for m, n in zip(rows, keys, strict=True))
     calls = _calls(_feature("key_ranges", arguments, CacheOptions))
-    return 2 * calls * seqlen_q * keys * heads * (head_dim + v_cache.shape[-1])
+    return 2 * calls * pairs * q.shape[-2] * (q.shape[-1] + v_cache.shape[-1])
 
 
 def attention_kvcache_features(
@@ -155,5 +159,5 @@ def _differences(starts, longest, tokens):
     """The lengths of packed sequences; where starts have no values, as long as the longest, or as the tokens allow."""
     values = _values(starts)
     if values is None:
-        return [len(tokens) if longest is None else longest] * (len(starts) - 1)
+        return [longest or len(tokens)] * (len(starts) - 1)
     return [end - start for start, end in itertools.pairwise(values)]

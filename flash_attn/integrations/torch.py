@@ -118,9 +118,9 @@ def _flash_attention_forward(
                 raise ArgumentError(f"{name} must be None without cum_seq_q, found a tensor")
         out, lse, s_dmask, rng_state = attention._flash_attn_forward(query, key, value, **common)
     else:
-        if cum_seq_k is None and seqused_k is not None:  # keys in pages are found by their lengths alone
+        if cum_seq_k is None and seqused_k is not None and block_table is None:
             cum_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int()
-        if cum_seq_k is None:
+        if cum_seq_k is None and seqused_k is None:
             raise ArgumentError("cum_seq_k must be given with cum_seq_q unless seqused_k is, found None")
         out, lse, s_dmask, rng_state = attention._flash_attn_varlen_forward(
             query,

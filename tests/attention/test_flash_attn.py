@@ -16,6 +16,7 @@ from problems import FACTORS, SMALL, Problem, apart, check, cumulative, make_pro
 from recorder import kernels_of
 
 from flash_attn import (
+    _library,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -698,18 +699,25 @@ def test_a_value_that_is_not_finite_reaches_rows_of_its_entry_and_head(seqlen, v
 @pytest.mark.parametrize("seqlen_q", [1, 20])
 @pytest.mark.parametrize("page", [1, 16])
 def test_varlen_keys_beyond_the_block_table_are_left_out(page, seqlen_q, device):
-    """An entry has at most as many keys as its row of the table has room for, on every device."""
+    """Kernels use as many keys of an entry as the table has room for; where lengths are read, more are an error."""
     q = torch.randn(2 * seqlen_q, 4, 64, dtype=torch.bfloat16, device=device)
     k, v = torch.randn(2, 9 * 32 // page, page, 2, 64, dtype=torch.bfloat16, device=device)
     table = torch.arange(2 * 64 // page, dtype=torch.int32, device=device).view(2, -1)[:, : 32 // page].contiguous()
 
-    def attend(*lengths):
+    def attend(*lengths, seqused_k=None):
         bounds = cumulative([seqlen_q] * 2, device), cumulative(lengths, device), seqlen_q, 100
-        options = dict(causal=True, block_table=table, return_attn_probs=True)
-        return flash_attn_varlen_func(q, k, v, *bounds, **options)[:2]
+        options = dict(causal=True, block_table=table, seqused_k=seqused_k)
+        return flash_attn_varlen_func(q, k, v, *bounds, **options, return_attn_probs=True)[:2]
 
-    for found, fitting in zip(attend(50, 100), attend(32, 32), strict=True):
-        assert torch.equal(found, fitting)
+    beyond = torch.tensor([50, 100], dtype=torch.int32, device=device)
+    calls = [lambda: attend(50, 100), lambda: attend(0, 0, seqused_k=beyond)]
+    for call, name in zip(calls, ("cu_seqlens_k", "seqused_k"), strict=True):
+        if not _library.runs_in_kernel("fwd", q):
+            with pytest.raises(ValueError, match=f"{name} must .*32.*block_table|{name} must .*block_table hold"):
+                call()
+            continue
+        for found, fitting in zip(call(), attend(32, 32), strict=True):
+            assert torch.equal(found, fitting)
 
 
 def test_ops_refuse_keys_and_values_of_different_shapes(device):

@@ -1,12 +1,13 @@
-"""Calls without options, which take a short way to the kernels (`plain_forward` and `plain_decode`)."""
+"""Calls that take a short way to the kernels (`plain_forward`, `plain_varlen` and `plain_decode`)."""
 
+import contextlib
 import inspect
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn import _library, flash_attn_func, flash_attn_with_kvcache
+from flash_attn import _library, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._ops import flash_attn as ops
 
 
@@ -106,11 +107,26 @@ def test_keys_in_splits(dtype, short, device):
     assert torch.equal(flash_attn_with_kvcache(q, *caches), expected)
 
 
-PLAIN = {  # function: the arguments of calls that are plain
-    flash_attn_func: {"q", "k", "v", "softmax_scale"},
-    flash_attn_with_kvcache: {"q", "k_cache", "v_cache", "cache_seqlens", "block_table", "softmax_scale"},
+PLAIN = {  # function: the arguments that its short way takes, in the order in which it takes them
+    flash_attn_func: "q k v softmax_scale causal window_size",
+    flash_attn_varlen_func: (
+        "q k v softmax_scale causal window_size cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k block_table "
+        "seqused_k num_splits out return_lse return_softmax_lse"
+    ),
+    flash_attn_with_kvcache: (
+        "q k_cache v_cache softmax_scale causal window_size cache_seqlens block_table k v rotary_cos rotary_sin "
+        "rotary_interleaved num_splits cu_seqlens_q max_seqlen_q out return_softmax_lse"
+    ),
 }
-OPTIONS = [(f, name) for f, plain in PLAIN.items() for name in inspect.signature(f).parameters if name not in plain]
+PLAIN = {function: names.split() for function, names in PLAIN.items()}
+FLAGS = {"causal", "rotary_interleaved", "return_lse", "return_softmax_lse"}  # bools that a short way takes
+CHECKED = {"scheduler_metadata"}  # on every way, before
+OPTIONS = [
+    (function, name)
+    for function, plain in PLAIN.items()
+    for name in inspect.signature(function).parameters
+    if name not in CHECKED and (name not in plain or name in FLAGS)
+]
 
 
 @pytest.mark.parametrize(("function", "option"), OPTIONS, ids=lambda x: getattr(x, "__name__", x))
@@ -121,14 +137,177 @@ def test_a_call_with_an_option_is_not_plain(function, option, device, monkeypatc
         raise AssertionError(f"{option} was ignored")
 
     def seen(*args, **options):
-        return [None] * (5 if function is flash_attn_func else 3)
+        return [None] * (3 if function is flash_attn_with_kvcache else 5)
 
-    for name, replacement in {"plain_forward": plain, "plain_decode": plain, "forward": seen, "decode": seen}.items():
-        monkeypatch.setattr(ops, name, replacement)
+    for name in ("plain_forward", "plain_varlen", "plain_decode"):
+        monkeypatch.setattr(ops, name, plain)
+    for name in ("forward", "decode"):
+        monkeypatch.setattr(ops, name, seen)
     x = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16, device=device)
+    more = [x] if function is flash_attn_varlen_func else []
     for value in (object(), True, 1, 0.5, torch.ones(1, device=device)):
-        if (option, value is True) not in {("causal", True), ("rotary_interleaved", True)}:
-            function(x, x, x, **{option: value})
+        if not (value is True and option in FLAGS and option in PLAIN[function]):
+            with contextlib.suppress(TypeError, NotImplementedError):  # refused
+                function(x, x, x, *more, **{option: value})
+
+
+@pytest.fixture
+def as_if_kernels(monkeypatch):
+    """Calls take their short way also where the reference computes what kernels would."""
+    monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x: True)
+
+
+SHORT = {
+    flash_attn_func: "plain_forward",
+    flash_attn_varlen_func: "plain_varlen",
+    flash_attn_with_kvcache: "plain_decode",
+}
+
+
+def good(function, device, dtype=torch.bfloat16):
+    """Arguments of a call that is plain and has all that its short way takes."""
+    rows, ints = (5, 4, 48), [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2, 5], [[0, 3], [4, 2]])]
+    common = dict(softmax_scale=0.3, causal=True, window_size=[9, -1])
+    if function is flash_attn_func:
+        return dict(zip("qkv", inputs(dtype, device))) | common
+    q, k, v, out = tensors(rows, *[(6, 16, 2, 48)] * 2, rows, dtype=dtype, device=device)
+    lengths = dict(cu_seqlens_q=ints[0], max_seqlen_q=3, block_table=ints[1], out=out, num_splits=2, **common)
+    if function is flash_attn_varlen_func:
+        used = torch.tensor([20, 7], dtype=torch.int32, device=device)
+        return dict(q=q, k=k, v=v, cu_seqlens_k=None, max_seqlen_k=20, seqused_k=used, return_lse=True) | lengths
+    new = dict(zip("kv", tensors(*[(2, 3, 2, 48)] * 2, dtype=dtype, device=device)))
+    filled = torch.tensor([20, 7], dtype=torch.int32, device=device)
+    return dict(q=q, k_cache=k, v_cache=v, cache_seqlens=filled, return_softmax_lse=True) | lengths | new
+
+
+def rotating(device):
+    """The same with a batch dimension and tables, for which queries may not be packed."""
+    call = good(flash_attn_with_kvcache, device) | dict(cu_seqlens_q=None, max_seqlen_q=None)
+    q, out = tensors(*[(2, 3, 4, 48)] * 2, dtype=torch.bfloat16, device=device)
+    cos, sin = tensors(*[(40, 8)] * 2, dtype=torch.float32, device=device)
+    return call | dict(q=q, out=out, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=False)
+
+
+def taken(function, call):
+    """Whether the call takes its short way."""
+    return getattr(ops, SHORT[function])(*(call.get(name, DEFAULTS[function][name]) for name in order(function)))
+
+
+def order(function):
+    """The last two flags of varlen calls are two names of one."""
+    return [
+        name for name in PLAIN[function] if not (function is flash_attn_varlen_func and name == "return_softmax_lse")
+    ]
+
+
+DEFAULTS = {f: {name: p.default for name, p in inspect.signature(f).parameters.items()} for f in PLAIN}
+
+
+@pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
+def test_all_that_a_short_way_takes(function, as_if_kernels, device):
+    calls = [good(function, device)] + ([rotating(device)] if function is flash_attn_with_kvcache else [])
+    for call in calls:
+        again = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+        found = taken(function, call)
+        assert found is not None
+        found = found if isinstance(found, tuple) else (found,)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, SHORT[function], lambda *args: None)
+            expected = function(**again)
+        for each, wanted in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
+            torch.testing.assert_close(each, wanted, rtol=2**-7, atol=2**-9)
+        if function is not flash_attn_func:
+            assert found[0] is call["out"]
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("length", [0, 9, 29, 30, 32, 33, -1])
+def test_one_length_of_all_entries(length, appends, as_if_kernels, device):
+    """A short way as long as the new keys fit, else an error."""
+    call = rotating(device) | dict(cache_seqlens=length)
+    if not appends:
+        call |= dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin"))
+    again = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    found = taken(flash_attn_with_kvcache, call)
+    assert (found is not None) == (0 <= length <= (29 if appends else 32))
+    if found is None:
+        with pytest.raises(ValueError, match=r"cache_seqlens must|k must fit"):
+            flash_attn_with_kvcache(**again)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "plain_decode", lambda *args: None)
+        for each, wanted in zip(found, flash_attn_with_kvcache(**again), strict=True):
+            torch.testing.assert_close(each, wanted, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("bounds", [(40, 30), (None, 0)], ids=str)
+@pytest.mark.parametrize("wants_lse", [False, True])
+def test_gradients_of_packed_queries(wants_lse, bounds, as_if_kernels, device):
+    shapes = (70, 4, 48), (60, 2, 48), (60, 2, 32)
+    leaves = tensors(*shapes, dtype=torch.bfloat16, device=device, requires_grad=True)
+    starts = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 30, 30, 70], [0, 30, 35, 60])]
+    options = dict(causal=True, window_size=(20, 0), return_lse=wants_lse)
+
+    def run(short):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "forward" if short else "plain_varlen", lambda *args, **options: None)
+            found = flash_attn_varlen_func(*leaves, *starts, *bounds, **options)
+        found = found if wants_lse else (found,)
+        return *found, *torch.autograd.grad(sum(x.float().sum() for x in found), leaves)
+
+    for found, wanted in zip(run(short=True), run(short=False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+
+
+def leaf(x):
+    return x.clone().requires_grad_()
+
+
+STRANGE = {  # argument: what the short way leaves to the other
+    "q k v k_cache v_cache": [torch.nn.Parameter, lambda x: x.as_subclass(Subclass)],
+    "q": [torch.Tensor.float, lambda x: x[0]],
+    "k v k_cache v_cache": [lambda x: x.to("meta"), lambda x: x[0], lambda x: torch.nested.nested_tensor(list(x))],
+    "window_size": [lambda x: (1, 2, 3), lambda x: torch.tensor([1, 2]), lambda x: (1.0, 2), lambda x: (2**40, 1)],
+    "softmax_scale": [lambda x: 1, lambda x: -0.5, lambda x: float("nan"), lambda x: torch.tensor(0.5)],
+    "cu_seqlens_q seqused_k cache_seqlens": [torch.Tensor.long, lambda x: x[None], lambda x: x.repeat(2)[::2]],
+    "block_table": [torch.Tensor.long, lambda x: x[0], lambda x: x.t().contiguous().t()],
+    "max_seqlen_q max_seqlen_k": [lambda x: -1, lambda x: 3.0, lambda x: torch.tensor(3)],
+    "num_splits": [lambda x: 129, lambda x: 2.0, lambda x: torch.tensor(2)],
+    "out": [leaf, lambda x: x.to("meta"), lambda x: x.as_subclass(Subclass), lambda x: [x]],
+    "k v": [lambda x: None],
+    "rotary_cos rotary_sin": [lambda x: x.t().contiguous().t(), lambda x: None],
+    "rotary_cos": [torch.Tensor.double, lambda x: x[:30], lambda x: x[:, :5].contiguous()],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
+def test_what_a_short_way_does_not_take(function, as_if_kernels, device):
+    """Each argument is strange alone, and the call then has to be looked at."""
+    calls = [good(function, device)] + ([rotating(device)] if function is flash_attn_with_kvcache else [])
+    seen = set()
+    for call in calls:
+        for names, changes in STRANGE.items():
+            for name in set(names.split()) & call.keys():
+                for i, change in enumerate(changes):
+                    if call[name] is not None:
+                        assert taken(function, call | {name: change(call[name])}) is None, (name, i)
+                        seen.add(name)
+    assert seen >= set(order(function)) - FLAGS - {"cu_seqlens_k"}
+    for name in {"q", "k", "v", "k_cache", "v_cache"} & call.keys() if "out" in call else ():
+        assert taken(function, call | {name: leaf(call[name])}) is None, name
+    if function is flash_attn_with_kvcache:
+        for strange in (
+            dict(cache_seqlens=None),
+            dict(v_cache=calls[0]["k_cache"]),
+            dict(k_cache=calls[0]["k_cache"][:1].expand(6, -1, -1, -1)),
+            dict(cu_seqlens_q=None),
+            dict(v=None),
+        ):
+            assert taken(function, calls[0] | strange) is None, strange
+        assert taken(function, calls[1] | dict(max_seqlen_q=3)) is None
+    if function is flash_attn_varlen_func:
+        assert taken(function, calls[0] | dict(seqused_k=None)) is None  # then there are no lengths of keys
 
 
 @pytest.fixture
@@ -138,7 +317,7 @@ def long(device, monkeypatch):
     def fail(*args):
         raise AssertionError("this call is not plain")
 
-    for name in ("fwd_plain", "fwd_plain_out", "fwd_kvcache_plain_out"):
+    for name in ("fwd_plain", "fwd_plain_out", "fwd_plain_into", "fwd_kvcache_plain_out", "fwd_kvcache_plain_into"):
         monkeypatch.setattr(getattr(ops, name), "below_autograd", fail)
 
 
@@ -154,7 +333,7 @@ def test_a_subclass_takes_the_long_way(kind, dtype, long, device):
 
 
 @pytest.mark.parametrize(
-    "lengths", [torch.tensor(9, dtype=torch.int32), torch.tensor([9, 40]), 9], ids=["0-d", "int64", "int"]
+    "lengths", [torch.tensor(9, dtype=torch.int32), torch.tensor([9, 40]), 9.0], ids=["0-d", "int64", "float"]
 )
 def test_lengths_that_take_the_long_way(lengths, dtype, long, device):
     q, k, v = inputs(dtype, device)
@@ -209,3 +388,8 @@ def test_opcheck(device):
     torch.library.opcheck(plain.fwd_plain_out.default, (q, k, v, *scores))
     torch.library.opcheck(plain.bwd_plain.default, (out, q, k, v, out, lse, *scores))
     torch.library.opcheck(plain.fwd_kvcache_plain_out.default, (q, k, v, *scores, lengths, None))
+    tokens, starts = [x.flatten(0, 1) for x in (q, k, v)], torch.tensor([0, 70, 140], dtype=torch.int32, device=device)
+    more = starts, starts, 70, 70, None, None, 0
+    torch.library.opcheck(plain.fwd_plain_into.default, (*tokens, torch.empty_like(tokens[0]), None, *scores, *more))
+    more = lengths, None, None, None, 0, k[:, :2].clone(), v[:, :2].clone(), None, None, True, None
+    torch.library.opcheck(plain.fwd_kvcache_plain_into.default, (q, k, v, out.clone(), lse, *scores, *more))

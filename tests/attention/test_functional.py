@@ -8,7 +8,7 @@ import torch
 from cases import Case
 from compare import assert_error_ratio
 
-from flash_attn import flash_attn_func, functional, masks
+from flash_attn import flash_attn_func, flash_attn_varlen_func, functional, masks
 
 CASE = Case(seqlen_q=40, seqlen_k=70, heads_k=2, dtype="fp32", head_dim=16)
 SINK = torch.tensor([0.5, -1.0, 3.0, -math.inf])
@@ -289,3 +289,124 @@ def test_bad_input(name, device):
     q, k, _, _ = CASE.tensors(device)
     with pytest.raises(error, match=says):
         call(q, k)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# merge_attn_states
+
+
+def two_states(heads, tokens, dtype, device):
+    """Two results (out, lse) over different keys; some rows have seen none in one or both, and hold anything there."""
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, tokens, heads, 48, generator=generator).to(device, dtype)
+    lses = 5 * torch.randn(2, heads, tokens, generator=generator).to(device)
+    lses[0, 0, 0], lses[0, 1, 2], lses[1, 0, 0], lses[1, 2, 3] = math.inf, -math.inf, -math.inf, math.inf
+    outs[:, 0, 0], outs[0, 2, 1], outs[1, 3, 2] = math.nan, math.inf, math.nan
+    return (outs[0], lses[0]), (outs[1], lses[1])
+
+
+def exactly_merged(a, b):
+    """In float64, from the formula."""
+    sums, total = 0, 0
+    for out, lse in (a, b):
+        weight = lse.double().exp().masked_fill(lse.isinf(), 0).t()[..., None]
+        sums, total = sums + (weight * out.double()).masked_fill(weight == 0, 0), total + weight
+    return (sums / total).masked_fill(total == 0, 0), total[..., 0].log().t().masked_fill(
+        total[..., 0].t() == 0, math.inf
+    )
+
+
+@pytest.fixture(params=["as it runs", "triton"])
+def merge_kernel(request, monkeypatch):
+    """The op, or its kernel where no GPU runs it: by Triton's interpreter."""
+    if request.param == "triton":
+        kernels = pytest.importorskip("flash_attn._triton.merge_states")
+        monkeypatch.setattr(functional, "merge_states_", kernels.merge_states_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize(("heads", "tokens"), [(3, 7), (5, 5)])
+def test_merge_attn_states(heads, tokens, heads_first, dtype, merge_kernel, device):
+    a, b = two_states(heads, tokens, dtype, device)
+    exact, exact_lse = exactly_merged(a, b)
+    rows = [(out, lse if heads_first else lse.t().contiguous()) for out, lse in (a, b)]
+    told = dict(heads_first=heads_first) if heads == tokens else {}
+    out, lse = functional.merge_attn_states(None, None, *rows[0], *rows[1], **told)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    lse = lse if heads_first else lse.t()
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=max(unit, 1e-5), atol=1e-6)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    assert not out[0, 0].any() and lse[0, 0] == math.inf
+
+
+def test_states_are_merged_into_tensors_of_the_caller(merge_kernel, device):
+    """With any strides and dtypes, also over the inputs."""
+    a, b = two_states(3, 7, torch.float32, device)
+    expected, expected_lse = functional.merge_attn_states(None, None, *a, *b)
+    out = torch.empty(3, 7, 48, device=device, dtype=torch.bfloat16).transpose(0, 1)
+    lse = torch.empty(7, 3, device=device, dtype=torch.float64).t()
+    found = functional.merge_attn_states(out, lse, *a, *b)
+    assert found[0] is out and found[1] is lse
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-6)  # the interpreter rounds towards 0
+    assert torch.equal(lse.float(), expected_lse)
+    for into in (0, 1):
+        states = [[x.clone() for x in state] for state in (a, b)]
+        functional.merge_attn_states(*states[into], *states[0], *states[1])
+        assert torch.equal(states[into][0], expected) and torch.equal(states[into][1], expected_lse)
+
+
+def test_a_shared_prefix(device):
+    """As engines compute it: all rows over the prefix, then each entry's over its own pages, then both merged."""
+    q, pages = torch.randn(6, 4, 64, device=device), torch.randn(2, 7, 16, 2, 64, device=device)
+    table = torch.tensor([[3, 1, 5], [3, 6, 0]], dtype=torch.int32, device=device)
+
+    def attend(rows, used, table, causal):
+        ints = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, used))
+        lengths = dict(zip(("cu_seqlens_q", "seqused_k"), ints), max_seqlen_q=6, max_seqlen_k=48)
+        options = dict(block_table=table, causal=causal, return_softmax_lse=True)
+        return flash_attn_varlen_func(q, *pages, **lengths, **options)
+
+    expected, expected_lse = attend([0, 2, 6], [40, 37], table, True)
+    prefix = attend([0, 6], [16], table[:1, :1], False)
+    rest = attend([0, 2, 6], [24, 21], table[:, 1:], True)
+    out, lse = functional.merge_attn_states(None, None, *prefix, *rest)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(out_a=torch.ones(3)), r"out_a must have 3 dimensions \(tokens, heads, head_dim\)"),
+        (dict(out_b=torch.ones(7, 3, 8)), r"out_b must have shape \(7, 3, 48\), found \(7, 3, 8\)"),
+        (dict(lse_a=torch.ones(7)), r"lse_a must have shape \(3, 7\), or \(7, 3\).*found \(7,\)"),
+        (dict(lse_b=torch.ones(7, 3)), r"lse_b must have shape \(3, 7\), found \(7, 3\)"),
+        (dict(heads_first=False), r"lse_a must have shape .*found \(3, 7\) with heads_first=False"),
+        (dict(heads_first=2), r"heads_first must be a bool or None, found 2"),
+        (dict(out=torch.ones(7, 3, 1).expand(7, 3, 48)), r"out must not be expanded"),
+        (dict(lse=torch.ones(7, 3)), r"lse must have shape \(3, 7\), found \(7, 3\)"),
+        (dict(out_b=torch.ones(7, 3, 48).int()), r"out_b must have dtype .*found torch.int32"),
+        (dict(lse_b=torch.ones(3, 7, requires_grad=True)), r"lse_b must not require grad.*`combine`"),
+        (dict(out_a=torch.ones(7, 3, 48, device="meta")), r"out_b must be on meta"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_states(change, says):
+    (out_a, lse_a), (out_b, lse_b) = two_states(3, 7, torch.float32, "cpu")
+    good = dict(out=None, lse=None, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    with pytest.raises(RuntimeError, match=says):
+        functional.merge_attn_states(**good | change)
+
+
+def test_merging_states_in_graphs(device):
+    a, b = two_states(3, 7, torch.float32, device)
+    torch.library.opcheck(
+        torch.ops.flash_attn.merge_states_.default,
+        (torch.empty_like(a[0]), torch.empty_like(a[1]).t(), a[0], a[1].t(), b[0], b[1].t()),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    merge = torch.compile(functional.merge_attn_states, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(merge(None, None, *a, *b), functional.merge_attn_states(None, None, *a, *b), strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -179,6 +179,40 @@ def test_packed_queries_over_a_cache(kind, length, device):
         assert_error_ratio(lse[None, :, queries], unseen(exact_lse), unseen(plain_lse))
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_packed_queries_append(paged, device):
+    """As in flash_attn, by its names; lse is -inf for an entry that sees nothing."""
+    q, (k, v) = torch.randn(9, 4, 64, device=device), torch.randn(2, 3, 2, 2, 64, device=device)
+    caches = torch.randn(2, 6, 16, 2, 64, device=device) if paged else torch.randn(2, 3, 32, 2, 64, device=device)
+    table = ints(device, [5, 0], [1, 4], [3, 2])
+    common = dict(cu_seqlens_q=ints(device, 0, 4, 4, 9), max_seqlen_q=5, causal=True, return_softmax_lse=True)
+    common |= dict(cache_seqlens=ints(device, 20, 3, -1))
+    again = caches.clone()
+    found = fa3.flash_attn_with_kvcache(q, *caches, k, v, **common, **(dict(page_table=table) if paged else {}))
+    expected = flash_attn.flash_attn_with_kvcache(
+        q, *again, k, v, **common, **(dict(block_table=table) if paged else {})
+    )
+    assert_all_equal((found[0], found[1], caches), (expected[0], unseen(expected[1]), again))
+    assert (found[1][:, 4:] == -math.inf).all()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_used_rows_over_a_cache_and_out(packs, device):
+    """Rows that seqused_q leaves out are 0, and the others as without it; the result is written to out."""
+    q, caches = torch.randn(2, 4, 4, 64, device=device), torch.randn(2, 2, 16, 2, 64, device=device)
+    filled, used = ints(device, 12, 7), ints(device, 3, 0)
+    out = torch.full_like(q, 7)
+    expected = fa3.flash_attn_with_kvcache(q[:1, :3], *caches[:, :1], cache_seqlens=filled[:1], causal=True)
+    more = dict(causal=True, seqused_q=used, seqused_k=filled)
+    if packs:
+        more |= dict(cu_seqlens_q=ints(device, 0, 4, 8), max_seqlen_q=4)
+    given = (q.flatten(0, 1), out.flatten(0, 1)) if packs else (q, out)
+    found = fa3._flash_attn_forward(given[0], *caches, out=given[1], **more)
+    assert found[0] is given[1]
+    torch.testing.assert_close(out[:1, :3], expected)
+    assert not out[0, 3:].any() and not out[1].any()
+
+
 def test_combine(device):
     """Heads last in lse; -inf for what a part did not see, and for what none saw."""
     q, k, v, _ = EMPTY_ROWS.tensors(device)
@@ -228,10 +262,6 @@ def test_what_is_not_computed_is_refused(argument, name, device):
 def test_other_refusals(device):
     q, k, v, _ = Case(batch=1, seqlen_q=4, seqlen_k=4).tensors(device)
     cu_seqlens = ints(device, 0, 4)
-    with pytest.raises(NotImplementedError, match="nothing is appended for packed queries"):
-        fa3.flash_attn_with_kvcache(q[0], k, v, k, v, cache_seqlens=0, cu_seqlens_q=cu_seqlens, max_seqlen_q=4)
-    with pytest.raises(NotImplementedError, match="seqused_q must be None"):
-        fa3._flash_attn_forward(q, k, v, seqused_q=ints(device, 2), seqused_k=ints(device, 4))
     with pytest.raises(ValueError, match="cu_seqlens_q must be given with cu_seqlens_k"):
         fa3._flash_attn_forward(q, k, v, cu_seqlens_k=cu_seqlens)
     with pytest.raises(ValueError, match="cu_seqlens_k must be None with page_table"):

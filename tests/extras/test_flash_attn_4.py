@@ -233,8 +233,6 @@ def test_other_refusals(device):
         fa4.flash_attn_varlen_func(q[0], k, v, cu_seqlens_q=cu_seqlens)
     with pytest.raises(ValueError, match="cu_seqlens_k must be None with page_table"):
         fa4.flash_attn_varlen_func(q[0], k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, page_table=table)
-    with pytest.raises(NotImplementedError, match="seqused_q must be None with dense queries and pages"):
-        fa4.flash_attn_varlen_func(q, k, v, seqused_q=ints(device, 2), page_table=table)
     with pytest.raises(ValueError, match=r"one of cu_seqlens_q, .* must be given"):
         fa4.get_scheduler_metadata(4, 4, 4, 4, 64, 1)
     with pytest.raises(ValueError, match="lse must have shape"):

@@ -89,11 +89,12 @@ SIGNATURES = {
             "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_varlen_func": (
-            "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
-            "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
-            "return_attn_probs=False, block_table=None, "
+            "q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
+            "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+            "deterministic=False, return_attn_probs=False, block_table=None, "
             "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
-            "seqused_k=None, return_lse=False, return_max_logit=False"
+            "seqused_k=None, return_lse=False, return_max_logit=False, out=None, return_softmax_lse=False, "
+            "num_splits=0, scheduler_metadata=None, qv=None, q_v=None"
         ),
         "flash_attn_varlen_kvpacked_func": (
             "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
@@ -113,7 +114,14 @@ SIGNATURES = {
             "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
             "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
             "return_softmax_lse=False, *, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, "
-            "return_max_logit=False"
+            "return_max_logit=False, cu_seqlens_q=None, max_seqlen_q=None, out=None, scheduler_metadata=None, qv=None, "
+            "q_v=None"
+        ),
+        "get_scheduler_metadata": (
+            "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+            "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, "
+            "page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, "
+            "has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0"
         ),
         "_flash_attn_forward": (
             "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
@@ -148,6 +156,7 @@ SIGNATURES = {
         "entropy": (
             "q, k, *, softmax_scale=None, causal=False, window_size=(-1, -1), key_ranges=None, attention_chunk=0"
         ),
+        "merge_attn_states": "out, lse, out_a, lse_a, out_b, lse_b, *, heads_first=None",
         "row_max": "q, k, **options",
         "row_max_and_sum": "q, k, **options",
         "weights": "q, k, softmax_lse=None, **options",

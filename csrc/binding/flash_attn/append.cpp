@@ -47,11 +47,16 @@ Append append_of(const flash_attn::FwdParams& fwd, const Tensor& q, const Tensor
                  const CacheOptions& options, bool queries_advance) {
   STD_TORCH_CHECK(options.v.has_value() && options.rotary_cos.has_value() == options.rotary_sin.has_value(),
                   "k comes with v, and rotary_cos with rotary_sin");
+  STD_TORCH_CHECK(!options.rotary_cos || !options.cu_seqlens_q, "rotary_cos has no kernel with cu_seqlens_q");
   const Tensor &k = *options.k, &v = *options.v;
+  const int64_t batch = fwd.problem.batch;
   check_like(k, q, "k");
-  check_shape(k, {q.size(0), k.size(1), k_cache.size(2), q.size(3)}, "k");
+  check_shape(k, {batch, k.size(1), k_cache.size(2), k_cache.size(3)}, "k");
   check_like(v, q, "v");
-  check_shape(v, {q.size(0), k.size(1), k_cache.size(2), v_cache.size(3)}, "v");
+  check_shape(v, {batch, k.size(1), k_cache.size(2), v_cache.size(3)}, "v");
+  const int64_t least = options.cache_seqlens ? k.size(1) : fwd.problem.seqlen_k;
+  STD_TORCH_CHECK(least <= fwd.problem.capacity_k, "k must fit into the cache, which has ", fwd.problem.capacity_k,
+                  " positions");
   Append append{.p = {.problem = fwd.problem, .q = fwd.q, .pages = fwd.pages}};
   AppendParams& p = append.p;
   p.seqlen_new = fwd.problem.appended_k;

@@ -92,11 +92,6 @@ void check_tensors(const Forward& fwd, const Gradients& gradients) {
   }
 }
 
-// The longest entry of packed tokens, as far as the caller has said, or of a dense batch.
-int64_t longest(const std::optional<int64_t>& bound, int64_t size, bool tokens) {
-  return std::clamp<int64_t>(tokens ? bound.value_or(size) : size, 1, std::max<int64_t>(size, 1));
-}
-
 // The call with these arguments, without softmax_d and without features.
 BwdCall bwd_call(const Forward& fwd, const Gradients& gradients, Options& options) {
   STD_TORCH_CHECK(!options.block_table,
@@ -144,8 +139,8 @@ BwdCall bwd_call(const Forward& fwd, const Gradients& gradients, Options& option
   p.dlse = pointer<float>(rows.dlse);
   p.aligned = all_aligned(p);
   const int device = fwd.q.get_device_index();
-  call.hints = {.longest_q = longest(options.max_seqlen_q, x.q.seqlen, tokens),
-                .longest_k = longest(options.max_seqlen_k, x.k.seqlen, tokens),
+  call.hints = {.longest_q = std::max<int64_t>(longest(options.max_seqlen_q, x.q.seqlen), 1),
+                .longest_k = std::max<int64_t>(longest(options.max_seqlen_k, x.k.seqlen), 1),
                 .deterministic = options.deterministic,
                 .has_sm90 = flash_attn::has_sm90(device),
                 .multiprocessors = num_multiprocessors(device)};

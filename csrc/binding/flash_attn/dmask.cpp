@@ -23,7 +23,8 @@ Tensor probabilities(const Tensor& q, const OptionalTensor& k, const OptionalTen
   STD_TORCH_CHECK(p.problem.head_dim <= flash_attn::kMostDmaskHeadDim, "head_dim must be at most ",
                   flash_attn::kMostDmaskHeadDim, " for S_dmask, found ", p.problem.head_dim);
   p.aligned = flash_attn::is_aligned(p.q, p.problem.head_dim) && flash_attn::is_aligned(p.k, p.problem.head_dim);
-  const int64_t rows = round_up(call.longest_q, 128), cols = round_up(call.longest_k, 128);
+  const int64_t rows = round_up(options.max_seqlen_q.value_or(call.longest_q), 128);
+  const int64_t cols = round_up(options.max_seqlen_k.value_or(call.longest_k), 128);
   Tensor s_dmask = torch::stable::new_zeros(q, {p.problem.batch, p.problem.heads, rows, cols});
   if (q.numel() == 0) return s_dmask;
   flash_attn::dmask({.fwd = p,

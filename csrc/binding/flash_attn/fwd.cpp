@@ -35,6 +35,16 @@ Tensor fwd_plain_out(const Tensor& q, const Tensor& k, const Tensor& v, Options&
   return out;
 }
 
+// The plain op that writes to tensors of its caller: the schema ends after num_splits.
+void fwd_plain_into(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, OptionalTensor& softmax_lse,
+                    Options& options) {
+  check_apart(out, {&q, &k, &v});
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call = fwd_call(q, k, v, options);
+  write_to(call, q, out, softmax_lse);
+  plan_and_launch(call, q);
+}
+
 // Returns out, softmax_lse, row_max and lse_lo.
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_features(const Tensor& q, const Tensor& k, const Tensor& v,
                                                         OptionalTensor& sink, OptionalTensor& bias, Options& options,
@@ -46,6 +56,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_features(const Tensor& q, const T
   const Tensor softmax_lse = new_lse(call, q), out = new_out(call, q);
   plan_and_launch(call, q, bias);
   return {out, softmax_lse, row_max, lse_lo};
+}
+
+void fwd_features_into(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                       OptionalTensor& softmax_lse, OptionalTensor& row_max, OptionalTensor& sink, OptionalTensor& bias,
+                       Options& options, Features& features) {
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call = fwd_call(q, k, v, options);
+  set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
+  write_to(call, q, out, softmax_lse, row_max);
+  plan_and_launch(call, q, bias);
 }
 
 // Also returns the rounding error of out (FwdParams::out_lo).
@@ -68,7 +88,9 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fwd", Boxed<&fwd>::call);
   m.impl("fwd_plain", Boxed<&fwd_plain, /*kMayEndEarly=*/true>::call);
   m.impl("fwd_plain_out", Boxed<&fwd_plain_out, /*kMayEndEarly=*/true>::call);
+  m.impl("fwd_plain_into", Boxed<&fwd_plain_into, /*kMayEndEarly=*/true>::call);
   m.impl("fwd_features", Boxed<&fwd_features>::call);
+  m.impl("fwd_features_into", Boxed<&fwd_features_into>::call);
   m.impl("fwd_with_residue", Boxed<&fwd_with_residue>::call);
 }
 

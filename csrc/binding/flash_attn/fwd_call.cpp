@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
+#include <utility>
 #include <variant>
 
 #include "binding/counters.h"
@@ -37,6 +39,35 @@ Tensor new_row_values(float*& data, const FwdCall& call, const Tensor& q) {
                                     : new_tensor({batch, heads, seqlen}, aoti_torch_dtype_float32(), q);
   data = static_cast<float*>(values.mutable_data_ptr());
   return values;
+}
+
+// Checks the shape of a result: `sizes`, without the first of them where queries are packed.
+void check_rows(const Tensor& x, const FwdCall& call, std::initializer_list<int64_t> sizes, const char* name) {
+  const auto found = x.sizes();
+  STD_TORCH_CHECK(std::equal(found.begin(), found.end(), sizes.begin() + call.tokens, sizes.end()), name,
+                  " must have the shape of the result, found ", shape_string(found));
+}
+
+// The data of a tensor that the caller gives for a value of each row; null if there is none.
+float* given_row_values(const OptionalTensor& x, const FwdCall& call, const Tensor& q, const char* name) {
+  if (!x) return nullptr;
+  check_device(*x, q, name);
+  check_dtype(*x, ScalarType::Float, name);
+  check_rows(*x, call, {call.q.batch, call.q.heads, call.q.seqlen}, name);
+  STD_TORCH_CHECK(x->is_contiguous(), name, " must be contiguous");
+  return static_cast<float*>(x->mutable_data_ptr());
+}
+
+// The memory from the first to the last element of a tensor.
+std::pair<const char*, const char*> memory_of(const Tensor& x) {
+  const auto* data = static_cast<const char*>(x.const_data_ptr());
+  const auto sizes = x.sizes(), strides = x.strides();
+  int64_t elements = 1;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] == 0) return {data, data};
+    elements += (sizes[dim] - 1) * strides[dim];
+  }
+  return {data, data + elements * size_of(dtype_of(x, "an input"))};
 }
 
 Tensor no_values(const Tensor& q) { return new_tensor({0}, aoti_torch_dtype_float32(), q); }
@@ -81,8 +112,31 @@ FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor&
           .q = x.q,
           .tokens = tokens,
           .packed = !k,
-          .longest_q = tokens ? options.max_seqlen_q.value_or(x.q.seqlen) : x.q.seqlen,
-          .longest_k = tokens ? options.max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
+          .longest_q = longest(options.max_seqlen_q, x.q.seqlen),
+          .longest_k = longest(options.max_seqlen_k, p.problem.seqlen_k),
+          .num_splits = options.num_splits};
+}
+
+void write_to(FwdCall& call, const Tensor& q, const Tensor& out, const OptionalTensor& softmax_lse,
+              const OptionalTensor& row_max) {
+  const int64_t head_dim_v = call.p.problem.head_dim_v;
+  check_like(out, q, "out");
+  check_rows(out, call, {call.q.batch, call.q.seqlen, call.q.heads, head_dim_v}, "out");
+  STD_TORCH_CHECK(head_dim_v == 1 || out.stride(-1) == 1, "out must have a contiguous last dimension");
+  for (int64_t dim = 0; dim < out.dim(); ++dim) {
+    STD_TORCH_CHECK(out.size(dim) <= 1 || out.stride(dim) != 0, "out must not be expanded, since it is written");
+  }
+  call.p.out = mutable_ref(out);
+  call.p.softmax_lse = given_row_values(softmax_lse, call, q, "softmax_lse");
+  call.p.row_max = given_row_values(row_max, call, q, "row_max");
+}
+
+void check_apart(const Tensor& written, std::initializer_list<const Tensor*> read) {
+  const auto [first, last] = memory_of(written);
+  for (const Tensor* x : read) {
+    const auto [begin, end] = memory_of(*x);
+    STD_TORCH_CHECK(last <= begin || end <= first, "out may share memory with an input");
+  }
 }
 
 Tensor new_out(FwdCall& call, const Tensor& q) {
@@ -119,7 +173,8 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   const flash_attn::FwdHints hints = hints_of(call, q.get_device_index());
   place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
   flash_attn::FwdChoice choice = plan_fwd(p, hints);
-  if (append != nullptr && appends_in_decoding(p, choice.plan, append->p, hints)) {
+  // In decoding, queries are rotated and new keys are found by the rows of a dense batch.
+  if (append != nullptr && !call.tokens && appends_in_decoding(p, choice.plan, append->p, hints)) {
     std::get<flash_attn::DecodePlan>(choice.plan).append = &append->p;
   } else if (append != nullptr) {
     p.q = append_apart(*append, q);

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
 
 #include "binding/flash_attn/append.h"
 #include "binding/flash_attn/inputs.h"
@@ -30,6 +32,12 @@ Tensor new_out_lo(FwdCall& call, const Tensor& q);
 Tensor new_lse(FwdCall& call, const Tensor& q);
 Tensor new_row_max(FwdCall& call, const Tensor& q, bool wanted);                // empty if it is not wanted
 Tensor new_lse_lo(FwdCall& call, const Tensor& q, const OptionalTensor& bias);  // empty without a bias
+
+// Has a call write its results to tensors of the caller: out with any strides but the last, and values of each row.
+void write_to(FwdCall& call, const Tensor& q, const Tensor& out, const OptionalTensor& softmax_lse,
+              const OptionalTensor& row_max = std::nullopt);
+// Refuses a tensor to be written that lies between the first and last element of another, even if they share none.
+void check_apart(const Tensor& written, std::initializer_list<const Tensor*> read);
 
 // Chooses a kernel for a complete call and launches it. append: new keys and values, which are appended before.
 void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias = std::nullopt, Append* append = nullptr);

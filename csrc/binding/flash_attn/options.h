@@ -21,14 +21,15 @@ struct Options {
   OptionalTensor cu_seqlens_k;
   std::optional<int64_t> max_seqlen_q;
   std::optional<int64_t> max_seqlen_k;
+  OptionalTensor block_table;
+  OptionalTensor seqused_k;
+  int64_t num_splits;
   bool deterministic;
   bool exact_gradients;
   double dropout_p;
   OptionalTensor rng_state;
   double softcap;
   OptionalTensor alibi_slopes;
-  OptionalTensor block_table;
-  OptionalTensor seqused_k;
   OptionalTensor leftpad_k;
 };
 
@@ -40,14 +41,15 @@ inline void parse(Arguments& from, Options& options) {
   from.read(options.cu_seqlens_k);
   from.read(options.max_seqlen_q);
   from.read(options.max_seqlen_k);
+  from.read(options.block_table);
+  from.read(options.seqused_k);
+  from.read(options.num_splits);
   from.read(options.deterministic);
   from.read(options.exact_gradients);
   from.read(options.dropout_p);
   from.read(options.rng_state);
   from.read(options.softcap);
   from.read(options.alibi_slopes);
-  from.read(options.block_table);
-  from.read(options.seqused_k);
   from.read(options.leftpad_k);
 }
 
@@ -58,13 +60,15 @@ struct CacheOptions {
   int64_t window_right;
   OptionalTensor cache_seqlens;
   OptionalTensor block_table;
+  OptionalTensor cu_seqlens_q;
+  std::optional<int64_t> max_seqlen_q;
+  int64_t num_splits;
   OptionalTensor k;
   OptionalTensor v;
   OptionalTensor rotary_cos;
   OptionalTensor rotary_sin;
   bool rotary_interleaved;
   std::optional<int64_t> cache_seqlen;
-  int64_t num_splits;
   double softcap;
   OptionalTensor alibi_slopes;
   OptionalTensor cache_batch_idx;
@@ -77,13 +81,15 @@ inline void parse(Arguments& from, CacheOptions& options) {
   from.read(options.window_right);
   from.read(options.cache_seqlens);
   from.read(options.block_table);
+  from.read(options.cu_seqlens_q);
+  from.read(options.max_seqlen_q);
+  from.read(options.num_splits);
   from.read(options.k);
   from.read(options.v);
   from.read(options.rotary_cos);
   from.read(options.rotary_sin);
   from.read(options.rotary_interleaved);
   from.read(options.cache_seqlen);
-  from.read(options.num_splits);
   from.read(options.softcap);
   from.read(options.alibi_slopes);
   from.read(options.cache_batch_idx);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 
 #include "binding/flash_attn/inputs.h"
 #include "binding/flash_attn/options.h"
@@ -54,6 +55,12 @@ flash_attn::Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, 
   return p;
 }
 
+// The most rows or keys of an entry: what the caller says, as long as that is not 0, which stands for unknown (a graph
+// may be captured before there are lengths), and at most `all`.
+inline int64_t longest(const std::optional<int64_t>& bound, int64_t all) {
+  return bound && *bound > 0 ? std::min(*bound, all) : all;
+}
+
 inline int64_t batch_of(const Inputs& x, const Options& options) {
   const bool tokens = options.cu_seqlens_q.has_value();
   const int64_t batch = tokens ? options.cu_seqlens_q->numel() - 1 : x.q.batch;
@@ -74,8 +81,10 @@ inline void set_dropout(flash_attn::Problem& p, const Options& options, const Te
   p.dropout_rescale = static_cast<float>(1 / (1 - options.dropout_p));
 }
 
-// Sets the lengths and the dropout of packed and padded batches.
+// Sets the lengths and the dropout of packed and padded batches. Where keys are in pages and seqused_k has their
+// lengths, cu_seqlens_k may hold anything.
 inline void set_entries(flash_attn::Problem& p, Options& options, const Tensor& q) {
+  if (options.block_table && options.seqused_k) options.cu_seqlens_k.reset();
   p.cu_seqlens_q = index_pointer(options.cu_seqlens_q, q, p.batch + 1, "cu_seqlens_q");
   p.cu_seqlens_k = index_pointer(options.cu_seqlens_k, q, p.batch + 1, "cu_seqlens_k");
   p.seqused_k = index_pointer(options.seqused_k, q, p.batch, "seqused_k");

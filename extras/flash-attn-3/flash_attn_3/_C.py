@@ -13,7 +13,6 @@ scheduler_metadata change nothing but speed there, so they are accepted and have
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn import functional
@@ -21,6 +20,7 @@ from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
 from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import unseen_as_minus_inf, unseen_as_plus_inf
+from flash_attn.flash_attn_interface import _refuse_qv, flash_attn_with_kvcache
 
 __all__ = ["bwd", "fwd", "fwd_combine", "get_scheduler_metadata"]
 
@@ -58,14 +58,15 @@ def attention(
     num_splits: int = 0,
     deterministic: bool = False,
     s_aux: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Every call of FlashAttention-3 but the backward. Returns (out, lse); lse is +inf where a row sees no key.
 
     Queries are dense or packed (cu_seqlens_q), and so are keys (cu_seqlens_k); or keys are in a cache, whose rows are
     those of the batch, or those of kv_batch_idx, or pages (page_table). k and v may be None where q holds all three.
     """
+    _refuse_qv(qv=qv)
     _refuse(
-        qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -73,25 +74,39 @@ def attention(
         rotary_seqlens=rotary_seqlens,
     )
     scores = softmax_scale, causal, window_size
-    features = FeatureArguments(learnable_sink=s_aux, attention_chunk=attention_chunk)
-    if cu_seqlens_q is None:
-        if cu_seqlens_k is not None:
-            raise ArgumentError("cu_seqlens_q must be given with cu_seqlens_k, found None")
-        cached = seqused_k, k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin
-        if all(x is None for x in cached):
-            out, lse, *_ = flash_attn.forward(
+    features = FeatureArguments(learnable_sink=s_aux, attention_chunk=attention_chunk, seqused_q=seqused_q)
+    if cu_seqlens_k is not None and cu_seqlens_q is None:
+        raise ArgumentError("cu_seqlens_q must be given with cu_seqlens_k, found None")
+    if cu_seqlens_k is not None and (page_table is not None or kv_batch_idx is not None):
+        raise ArgumentError("cu_seqlens_k must be None with page_table and kv_batch_idx, found a tensor")
+    cached = seqused_k, k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, cu_seqlens_q
+    if cu_seqlens_k is None and any(x is not None for x in cached):
+        max_seqlen_q = None if cu_seqlens_q is None else max_seqlen_q
+        if seqused_q is None:  # by its short way, if it has one for this call
+            return flash_attn_with_kvcache(
                 q,
                 k,
                 v,
+                k_new,
+                v_new,
+                rotary_cos,
+                rotary_sin,
+                seqused_k,
+                kv_batch_idx,
+                leftpad_k,
+                page_table,
                 *scores,
-                False,
-                features._replace(seqused_q=seqused_q),
-                softcap=softcap,
-                deterministic=deterministic,
+                softcap,
+                rotary_interleaved,
+                None,
+                num_splits,
+                return_softmax_lse=True,
+                learnable_sink=s_aux,
+                attention_chunk=attention_chunk,
+                cu_seqlens_q=cu_seqlens_q,
+                max_seqlen_q=max_seqlen_q,
+                out=out,
             )
-            return out, lse
-        if seqused_q is not None:
-            raise NotImplementedError("seqused_q must be None with dense queries and a cache, found a tensor")
         out, lse, _ = flash_attn.decode(
             q,
             k,
@@ -102,37 +117,40 @@ def attention(
             v_new,
             rotary_cos,
             rotary_sin,
-            features,
+            features._replace(return_lse=out is not None),
+            out,
             rotary_interleaved=rotary_interleaved,
             cache_batch_idx=kv_batch_idx,
             cache_leftpad=leftpad_k,
             block_table=page_table,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
             softcap=softcap,
             num_splits=num_splits,
         )
         return out, lse
-    if k_new is not None or v_new is not None:
-        raise NotImplementedError("k and v must be None with cu_seqlens_q: nothing is appended for packed queries here")
-    if cu_seqlens_k is None:
-        page_table, cu_seqlens_k = _pages(k, cu_seqlens_q, page_table, kv_batch_idx, seqused_k)
-        seqused_k = None
-    elif page_table is not None or kv_batch_idx is not None:
-        raise ArgumentError("cu_seqlens_k must be None with page_table and kv_batch_idx, found a tensor")
+    packed: dict[str, Any] = {}
+    if cu_seqlens_k is not None:
+        packed = dict(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            leftpad_k=leftpad_k,
+            num_splits=num_splits,
+        )
+        features = features._replace(seqused_k=seqused_k)
     out, lse, *_ = flash_attn.forward(
         q,
         k,
         v,
         *scores,
         False,
-        features._replace(seqused_q=seqused_q, seqused_k=seqused_k),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        block_table=page_table,
-        leftpad_k=leftpad_k,
+        features._replace(return_lse=out is not None),
+        out,
         softcap=softcap,
         deterministic=deterministic,
+        **packed,
     )
     return out, lse
 
@@ -180,8 +198,6 @@ def fwd(
 
     out: written and returned, if given. k_new, v_new: appended to k and v, which are then a cache.
     """
-    if out is not None:
-        checks.tensor("out", out, dtypes=(q.dtype,), shape=(*q.shape[:-1], v.shape[-1]), device=q.device)
     result, lse = attention(
         q,
         k,
@@ -213,8 +229,8 @@ def fwd(
         rotary_interleaved=is_rotary_interleaved,
         num_splits=num_splits,
         s_aux=s_aux,
+        out=out,
     )
-    result = result if out is None else out.copy_(result)
     return result, unseen_as_minus_inf(lse), lse.new_empty(0), lse.new_empty(0)
 
 
@@ -295,7 +311,7 @@ def get_scheduler_metadata(
     seqused_k: Tensor,
     *others: Any,
 ) -> Tensor:
-    """Returns int32 (1,) on the device of seqused_k. Schedules are made in the kernels, so it says nothing."""
+    """Returns int32 (1,) on the device of seqused_k, a hint that changes nothing: kernels make their own schedules."""
     return torch.zeros(1, dtype=torch.int32, device=seqused_k.device)
 
 
@@ -303,19 +319,6 @@ def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(f"{name} must be None, found a {type(value).__name__}: it is not computed here")
-
-
-def _pages(k, cu_seqlens_q, page_table, kv_batch_idx, lengths):
-    """A cache for packed queries, as pages: returns their table and cu_seqlens_k. Rows of a cache are long pages."""
-    checks.ndim("k_cache", k, "(batch_cache or num_pages, capacity or page_size, heads_k, head_dim)")
-    batch = cu_seqlens_q.shape[0] - 1
-    if page_table is None:
-        rows = torch.arange(batch, dtype=torch.int32, device=k.device) if kv_batch_idx is None else kv_batch_idx
-        page_table = rows[:, None]
-    if not isinstance(lengths, Tensor):
-        lengths = k.shape[1] * page_table.shape[1] if lengths is None else lengths
-        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=k.device)
-    return page_table, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 _SEQUENCES = (

@@ -84,10 +84,16 @@ def parts(
 ) -> list[Part]:
     """Returns the batch as parts. Arguments as for `fwd` in this package's flash_attn.py.
 
-    Neighbouring entries that have equal lengths and lie in neighbouring batch rows make one part.
+    Where keys are in pages, cu_seqlens_k is not looked at if there is seqused_k: it may hold anything. Neighbouring
+    entries that have equal lengths and lie in neighbouring batch rows make one part.
     """
+    if block_table is not None and seqused_k is not None:
+        cu_seqlens_k = None
     queries = _used("q", _query_spans(q, cu_seqlens_q), seqused_q, None)
-    keys = _used("k", _key_spans(k, len(queries), cu_seqlens_k, block_table, cache_batch_idx), seqused_k, leftpad_k)
+    spans = _key_spans(k, len(queries), cu_seqlens_k, block_table, cache_batch_idx)
+    keys = _used(
+        "k", spans, seqused_k, leftpad_k, "" if block_table is None else ": the pages of block_table hold no more"
+    )
     if block_table is not None:
         return [_paged(i, rows, span, k, block_table) for i, (rows, span) in enumerate(zip(queries, keys, strict=True))]
     return _merged(Part(slice(i, i + 1), *spans) for i, spans in enumerate(zip(queries, keys, strict=True)))
@@ -119,15 +125,20 @@ def _key_spans(
 ) -> list[Span]:
     """Returns the range that may hold each entry's keys. With pages, position 0 is the start of its first page.
 
-    If an entry has more keys than its pages have room for, only the first ones are used. Kernels do the same, since
-    they cannot raise for lengths that only the device knows.
+    Raises if an entry has more keys than its pages have room for. Kernels use the first ones then, since they cannot
+    raise for lengths that only the device knows.
     """
     if block_table is not None:
         capacity = block_table.shape[1] * k.shape[1]
         lengths = [capacity] * batch
         if cu_seqlens_k is not None:
-            bounds = itertools.pairwise(offsets(cu_seqlens_k, "cu_seqlens_k"))
-            lengths = [min(stop - start, capacity) for start, stop in bounds]
+            lengths = [stop - start for start, stop in itertools.pairwise(offsets(cu_seqlens_k, "cu_seqlens_k"))]
+            for entry, length in enumerate(lengths):
+                if length > capacity:
+                    raise ArgumentError(
+                        f"cu_seqlens_k must give an entry at most the {capacity} keys that its pages in block_table "
+                        f"hold, found {length} for entry {entry}"
+                    )
         return [(slice(0, 1), slice(0, length)) for length in lengths]
     if cu_seqlens_k is not None:
         return _packed_spans(offsets(cu_seqlens_k, "cu_seqlens_k", k.shape[0]))
@@ -139,12 +150,15 @@ def _packed_spans(bounds: list[int]) -> list[Span]:
     return [(slice(0, 1), slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
-def _used(letter: str, spans: list[Span], seqused: Lengths, leftpad: Lengths) -> list[Span]:
-    """Returns the spans without the rows or keys that seqused and leftpad exclude, whose names end in _`letter`."""
+def _used(letter: str, spans: list[Span], seqused: Lengths, leftpad: Lengths, why: str = "") -> list[Span]:
+    """Returns the spans without the rows or keys that seqused and leftpad exclude, whose names end in _`letter`.
+
+    why: why seqused may not be longer than a span.
+    """
     used = _values(seqused, [span.stop - span.start for _, span in spans])
     leftpad = _values(leftpad, [0] * len(spans))
     for i, ((_, span), stop, start) in enumerate(zip(spans, used, leftpad, strict=True)):
-        require_range(f"seqused_{letter}", i, stop, 0, span.stop - span.start)
+        require_range(f"seqused_{letter}", i, stop, 0, span.stop - span.start, why)
         require_range(f"leftpad_{letter}", i, start, 0, stop)
     return [
         (row, slice(span.start + start, span.start + stop))
@@ -176,10 +190,10 @@ def offsets(cu_seqlens: torch.Tensor, name: str, total: int | None = None) -> li
     return values
 
 
-def require_range(name: str, entry: int, found: int, low: int, high: int) -> None:
-    """Raise unless low <= found <= high."""
+def require_range(name: str, entry: int, found: int, low: int, high: int, why: str = "") -> None:
+    """Raise unless low <= found <= high. why: the end of the message."""
     if not low <= found <= high:
-        raise ArgumentError(f"{name} must be between {low} and {high} for entry {entry}, found {found}")
+        raise ArgumentError(f"{name} must be between {low} and {high} for entry {entry}, found {found}{why}")
 
 
 def require_pages(pages: torch.Tensor, num_pages: int) -> None:

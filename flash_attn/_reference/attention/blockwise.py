@@ -224,7 +224,7 @@ def _differentiate(
 def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches, in place, then attend to the keys in the caches.
 
-    q: (batch, seqlen_q, heads, head_dim).
+    q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
     k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or (pages, page, heads_k, head_dim) with block_table.
         v_cache may have another head_dim.
     k, v: (batch, seqlen_new, heads_k, head_dim of the cache) or None, written at positions cache_seqlens ..
@@ -233,12 +233,12 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
         capacity. An entry of negative length is empty: nothing is read or appended, whatever its other arguments are.
     rotary_cos, rotary_sin: (rows, rotary_dim / 2). New key t is rotated by row cache_seqlens + t. Query i is rotated
         by row cache_seqlens + i with a causal mask or a window, however wide. Without them all queries are rotated
-        by row cache_seqlens.
+        by row cache_seqlens. Not with packed tokens.
     cache_batch_idx: (batch,) int32, the batch row of the cache that an entry uses.
     cache_leftpad: (batch,) int32, the first position that is used; masks and ALiBi count keys from there.
     num_splits: how a kernel divides its work; of no effect here.
 
-    Returns out, like q with the head_dim of v_cache, and softmax_lse (batch, heads, seqlen_q) in fp32.
+    Returns out, like q with the head_dim of v_cache, and softmax_lse in fp32, as `fwd` does.
     """
     batch_layout.require_matching_shapes(q, k_cache, v_cache)
     return fwd_kvcache_features(q, k_cache, v_cache, options, _NO_FEATURES)[:2]
@@ -251,7 +251,8 @@ def fwd_kvcache_features(
 
     Queries are rotated by rows cache_seqlens + i also with chunks or key_ranges, and in entries that are causal.
     """
-    batch, block_table, cache_batch_idx = q.shape[0], options.block_table, options.cache_batch_idx
+    block_table, cache_batch_idx, cu_seqlens_q = options.block_table, options.cache_batch_idx, options.cu_seqlens_q
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     k, v = options.k, options.v
     new = 0 if k is None else k.shape[1]
     batch_layout.require_matching_shapes(q, k_cache, v_cache)
@@ -259,7 +260,9 @@ def fwd_kvcache_features(
     used = [length + new if length >= 0 else 0 for length in lengths]
     leftpad = [0] * batch if options.cache_leftpad is None else options.cache_leftpad.tolist()
     leftpad = [pad if length >= 0 else 0 for pad, length in zip(leftpad, lengths, strict=True)]
-    parts = batch_layout.parts(q, k_cache, None, None, used, leftpad, block_table, cache_batch_idx)
+    parts = batch_layout.parts(
+        q, k_cache, cu_seqlens_q, None, used, leftpad, block_table, cache_batch_idx, features.seqused_q
+    )
     if k is not None and v is not None:
         filled = torch.tensor(lengths, dtype=torch.int64, device=q.device)
         start = filled.clamp(min=0)
@@ -269,6 +272,8 @@ def fwd_kvcache_features(
             advance = advance or features.attention_chunk > 0 or features.key_ranges is not None
             some = advance or features.causal is not None
             tables = cos, sin
+            if cu_seqlens_q is not None:
+                raise ArgumentError("rotary_cos must be None with cu_seqlens_q, found a tensor: rotate before this op")
             _check_tables(cos, max(lengths, default=0) + max(new, q.shape[1] if some else 1))
             k = rotary(k, *tables, start, 0, None, options.rotary_interleaved, False)
             advanced, q = q, _rotate_queries(q, tables, start, options.rotary_interleaved, advance)

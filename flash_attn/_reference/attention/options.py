@@ -21,16 +21,17 @@ class Options(NamedTuple):
     window_right: int  # how many keys after its own key; 0 with a causal mask
     cu_seqlens_q: torch.Tensor | None = None  # int32 (batch + 1,), where the entries of packed tokens start
     cu_seqlens_k: torch.Tensor | None = None
-    max_seqlen_q: int | None = None  # upper bounds of the lengths, of S_dmask's shape, and by which kernels divide work
+    max_seqlen_q: int | None = None  # of the lengths, by which kernels divide work, and which are S_dmask's; 0: unknown
     max_seqlen_k: int | None = None
+    block_table: torch.Tensor | None = None  # int32 (batch, pages per entry); has no gradient
+    seqused_k: torch.Tensor | None = None  # int32 (batch,), how many keys an entry uses; with pages, its length
+    num_splits: int = 0  # the most parts into which the keys are cut; 0: the kernel chooses
     deterministic: bool = False
     exact_gradients: bool = False  # whether the backward uses out as it was before kernels rounded it
     dropout_p: float = 0.0
     rng_state: torch.Tensor | None = None  # int64 (2,), seed and offset of the dropout mask
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None  # float32 (heads,) or (batch, heads)
-    block_table: torch.Tensor | None = None  # int32 (batch, pages per entry); has no gradient
-    seqused_k: torch.Tensor | None = None  # int32 (batch,), how many keys an entry uses
     leftpad_k: torch.Tensor | None = None  # int32 (batch,), how many of these keys are skipped at the start
 
     def check(self) -> None:
@@ -79,13 +80,15 @@ class CacheOptions(NamedTuple):
     window_right: int
     cache_seqlens: torch.Tensor | None = None  # int32 (batch,), how many positions are filled; None: see cache_seqlen
     block_table: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None  # int32 (batch + 1,), where the rows of each entry start in packed queries
+    max_seqlen_q: int | None = None  # as in Options
+    num_splits: int = 0  # parts into which the keys are cut to occupy the device; 0: the kernel chooses
     k: torch.Tensor | None = None  # new keys, which are appended
     v: torch.Tensor | None = None
     rotary_cos: torch.Tensor | None = None
     rotary_sin: torch.Tensor | None = None
     rotary_interleaved: bool = True
     cache_seqlen: int | None = None  # how many positions are filled in every entry; None: all
-    num_splits: int = 0  # parts into which the keys are cut to occupy the device; 0: the kernel chooses
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
     cache_batch_idx: torch.Tensor | None = None  # int32 (batch,), the row of the cache that an entry uses

@@ -12,7 +12,7 @@ What is computed, the shapes and the errors are those of `flash_attn.flash_attn_
   causal makes right 0.
 - page_table is `block_table`.
 - pack_gqa, min_seqlen_k, scheduler_metadata and disable_scheduler_metadata change nothing, and num_splits only matters
-  for dense queries with pages.
+  with pages and where sequences are packed.
 - qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, block_sparse_tensors, block_sparse_tensors_bwd,
   aux_tensors, aux_scalars and seqlen_k_per_split must be None: anything else raises a NotImplementedError. These take
   programs for FlashAttention-4's compiler, for which there is none here; many masks are `key_ranges` or `attn_bias` of
@@ -22,7 +22,6 @@ What is computed, the shapes and the errors are those of `flash_attn.flash_attn_
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn import functional
@@ -456,8 +455,6 @@ def _attention(
     window, ranges = _window(causal, *window_size, q, seqlen_k, *lengths)
     scores = softmax_scale, causal, window
     if page_table is not None and cu_seqlens_q is None:
-        if seqused_q is not None:
-            raise NotImplementedError("seqused_q must be None with dense queries and pages, found a tensor")
         out, lse, _ = flash_attn.decode(
             q,
             k,
@@ -468,15 +465,14 @@ def _attention(
             None,
             None,
             None,
-            FeatureArguments(learnable_sink, key_ranges=ranges),
+            FeatureArguments(learnable_sink, key_ranges=ranges, seqused_q=seqused_q),
             block_table=page_table,
             softcap=softcap,
             num_splits=num_splits,
         )
         return out, lse
-    if page_table is not None:  # lengths are differences there
-        used = page_table.new_full((len(page_table),), seqlen_k) if seqused_k is None else seqused_k
-        cu_seqlens_k, seqused_k = F.pad(used.cumsum(0, dtype=torch.int32), (1, 0)), None
+    if page_table is not None and seqused_k is None:
+        seqused_k = page_table.new_full((len(page_table),), seqlen_k)
     features = FeatureArguments(learnable_sink, key_ranges=ranges, seqused_q=seqused_q, seqused_k=seqused_k)
     out, lse, *_ = flash_attn.forward(
         q,
@@ -490,6 +486,7 @@ def _attention(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         block_table=page_table,
+        num_splits=None if cu_seqlens_q is None else num_splits,
         softcap=softcap,
         deterministic=deterministic,
     )
