@@ -692,7 +692,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: also return softmax_lse.
         cu_seqlens_q: int32 (batch + 1,), starting at 0, for entries with different numbers of queries: entry b has the
             rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q; or None. Rows after the last entry give 0.
-        max_seqlen_q: how many queries an entry has at most, as in `flash_attn_varlen_func`.
+        max_seqlen_q: how many queries an entry has at most, as in `flash_attn_varlen_func`. Without cu_seqlens_q, where
+            q says it, it has no effect.
         out: a tensor like q, with the head_dim of v_cache, to write the result to, and to return; its last dimension
             must be contiguous. It must share no memory with the inputs. None makes a new one.
         scheduler_metadata: int32, what `get_scheduler_metadata` returned, or None; it changes nothing.

@@ -346,6 +346,8 @@ def plain_decode(
         return None
     scale = _scale_if_plain("fwd_kvcache", q, k_cache, v_cache, softmax_scale, 4 if cu_seqlens_q is None else 3, 4)
     window = _plain_window(window_size, is_causal)
+    if cu_seqlens_q is None and type(max_seqlen_q) is int and max_seqlen_q >= 0:
+        max_seqlen_q = None  # q says how many queries an entry has
     length = None  # of all entries
     if type(cache_seqlens) is int:
         length, cache_seqlens = cache_seqlens, None
@@ -1078,8 +1080,6 @@ def _check_cache(q, k_cache, v_cache, options, features):
     head_dim, (rows, length, _, _) = shape_q[-1], shape_k
     if cu_seqlens_q is None:
         batch = shape_q[0]
-        if options.get("max_seqlen_q") is not None:
-            raise ArgumentError(f"cu_seqlens_q must be given with max_seqlen_q = {options['max_seqlen_q']}, found None")
     else:
         batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
     is_plain = _check_sizes("k_cache", shape_q, shape_k, features)

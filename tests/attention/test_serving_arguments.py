@@ -424,6 +424,13 @@ def test_unknown_bounds_of_packed_queries(bound, device):
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-9)
 
 
+@pytest.mark.parametrize("bound", [0, 1, 1000, torch.tensor(5)], ids=str)
+def test_bound_of_queries_that_are_not_packed(bound, way, device):
+    """transformers gives it in each step."""
+    call = cached(device)
+    assert identical(flash_attn_with_kvcache(**call, max_seqlen_q=bound), flash_attn_with_kvcache(**call))
+
+
 def test_no_packed_queries(device):
     call = ragged(device, causal=True, new=2, rotary=True)
     nothing = dict(q=call["q"][:0], cu_seqlens_q=ints(device, 0, 0, 0, 0, 0))
@@ -660,7 +667,6 @@ ERRORS = {  # function: what is wrong, what is said
         ("q: packed", lambda good: dict(cu_seqlens_q=None, max_seqlen_q=None), r"q must have 4 dimensions"),
         ("rows: dtype", lambda good: dict(cu_seqlens_q=good["cu_seqlens_q"].long()), r"cu_seqlens_q must .*int64"),
         ("rows: none", lambda good: dict(cu_seqlens_q=good["cu_seqlens_q"][:0]), r"cu_seqlens_q's length must be at"),
-        ("bound alone", lambda good: dict(cu_seqlens_q=None, q=good["q"][None]), r"cu_seqlens_q must be given with"),
         ("table: batch", lambda good: dict(block_table=good["block_table"][1:]), r"block_table must .*found \(3, 3\)"),
         ("metadata", lambda good: dict(scheduler_metadata=torch.zeros(1)), r"scheduler_metadata must .*int32"),
         ("qv", lambda good: dict(qv=good["q"]), r"qv must be None.*not supported.*torch.cat"),

@@ -173,8 +173,7 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   const flash_attn::FwdHints hints = hints_of(call, q.get_device_index());
   place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
   flash_attn::FwdChoice choice = plan_fwd(p, hints);
-  // In decoding, queries are rotated and new keys are found by the rows of a dense batch.
-  if (append != nullptr && !call.tokens && appends_in_decoding(p, choice.plan, append->p, hints)) {
+  if (append != nullptr && appends_in_decoding(p, choice.plan, append->p, hints)) {
     std::get<flash_attn::DecodePlan>(choice.plan).append = &append->p;
   } else if (append != nullptr) {
     p.q = append_apart(*append, q);

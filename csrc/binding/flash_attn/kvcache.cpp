@@ -58,7 +58,7 @@ FwdCall kvcache_call(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
           .q = x.q,
           .tokens = tokens,
           .packed = false,
-          .longest_q = longest(options.max_seqlen_q, x.q.seqlen),
+          .longest_q = tokens ? longest(options.max_seqlen_q, x.q.seqlen) : x.q.seqlen,
           .longest_k = std::min<int64_t>(longest_k, p.problem.capacity_k),
           .num_splits = options.num_splits};
 }

@@ -78,7 +78,7 @@ __device__ void move_head(const AppendParams& p, int head_dim, const T* from, in
   }
 }
 
-// The address of a position in an entry's cache; null if the cache has no such position.
+// The address of a position in an entry's cache; null if the cache has no such position, or no such page.
 template <typename T>
 __device__ T* cache_row(const AppendParams& p, const TensorRef<>& cache, int entry, int64_t batch, int position,
                         int head) {
@@ -86,7 +86,8 @@ __device__ T* cache_row(const AppendParams& p, const TensorRef<>& cache, int ent
   T* data = static_cast<T*>(cache.data) + int64_t{head} * cache.heads;
   if (p.pages.block_table == nullptr) return data + batch * cache.batch + int64_t{position} * cache.seqlen;
   const int index = p.pages.page_size.divide(position);
-  const int64_t page = p.pages.block_table[entry * p.pages.batch_stride + index];
+  const int page = p.pages.block_table[entry * p.pages.batch_stride + index];
+  if (static_cast<unsigned>(page) >= static_cast<unsigned>(p.pages.count)) return nullptr;
   return data + page * cache.batch + int64_t{p.pages.page_size.remainder(position, index)} * cache.seqlen;
 }
 

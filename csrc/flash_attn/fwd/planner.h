@@ -171,13 +171,14 @@ inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
           scratch_of(tiling, splits, head_dim, /*lanes=*/1)};
 }
 
-// Whether the decode kernel can also append, which saves a launch. It does not find pages then; no entry may read what
+// Whether the decode kernel can also append, which saves a launch. It does not find pages or packed queries then; no entry may read what
 // another entry appends; and some row must see every new key, because only thread blocks that see a key write it.
 inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const AppendParams& append,
                                 const FwdHints& hints) {
   const auto* decoding = std::get_if<DecodePlan>(&plan);
-  if (decoding == nullptr || has_pages(p) || instance_for<DecodeKernel>(p) != Features::kPlain) return false;
   const Problem& problem = p.problem;
+  if (decoding == nullptr || has_pages(p) || problem.cu_seqlens_q != nullptr) return false;
+  if (instance_for<DecodeKernel>(p) != Features::kPlain) return false;
   const int head_dim = instance_head_dim(problem.head_dim);
   const bool own_rows = problem.batch_index == nullptr && (append.k_cache.batch != 0 || problem.batch == 1);
   const bool all_seen = problem.leftpad_k == nullptr && problem.seqlen_q + problem.window_left >= append.seqlen_new;
