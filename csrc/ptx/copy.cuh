@@ -46,11 +46,16 @@ __device__ inline void copy_async(uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
-// Loads a word that no kernel writes meanwhile. Unlike with __ldg, the compiler leaves the load where it stands, long
-// before the word is needed.
-__device__ inline int load_early(const int* global) {
-  int word;
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(word) : "l"(global));
+// Loads a word that no kernel writes meanwhile; if not `valid`, nothing is read, and the word is `other`. Unlike with
+// __ldg, the compiler leaves the load where it stands, long before the word is needed.
+__device__ inline int load_early(const int* global, bool valid, int other) {
+  int word = other;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p ld.global.nc.b32 %0, [%1];\n}"
+      : "+r"(word)
+      : "l"(global), "r"(static_cast<int>(valid)));
   return word;
 }
 

@@ -109,59 +109,81 @@ struct PagedSource {
   template <typename TakeNext>
   __device__ void load(const ServingWork<Config>& work, TakeNext&& take_next) {
     if (warp < 2) {
-      load_keys(p.k, launch.k, p.problem.head_dim, work, shared.k, shared.k_ring);
+      load_keys(Keys(p, work, p.k), launch.k, launch.k_strides, p.problem.head_dim, work.n_blocks, shared.k,
+                shared.k_ring);
       take_next();
     } else {
       load_q(work);
-      load_keys(p.v, launch.v, p.problem.head_dim_v, work, shared.v, shared.v_ring);
+      load_keys(Keys(p, work, p.v), launch.v, launch.v_strides, p.problem.head_dim_v, work.n_blocks, shared.v,
+                shared.v_ring);
     }
   }
   __device__ void finish() const { ptx::wait_all_copies(); }
 
  private:
-  // The warp's half of an n_block: in boxes, lane i knows the place of the i-th box; else that of the i-th row, which
-  // is in no page if no query sees it.
+  // The keys of a piece, in k or v.
+  struct Keys {
+    const int* pages;   // null: all are in one page, the row of the batch dimension
+    const char* start;  // of page 0, in the piece's head
+    int only_page, first_position, head;
+    Interval seen;
+
+    __device__ Keys(const ServingParams& p, const ServingWork<Config>& work, const TensorRef<const void>& x)
+        : pages(p.pages.block_table ? p.pages.block_table + work.tile.entry * p.pages.batch_stride : nullptr),
+          start(reinterpret_cast<const char*>(static_cast<const T*>(x.data) + work.tile.key_head * x.heads)),
+          only_page(static_cast<int>(work.seq.k.batch)),
+          first_position(static_cast<int>(work.seq.k.first)),
+          head(work.tile.key_head),
+          seen(work.seen) {}
+  };
+
+  // Where a key is; in no page if no query sees it.
+  __device__ Place place_of(const Keys& keys, int key) const {
+    const bool seen = keys.seen.covers(key);
+    const int position = keys.first_position + key, index = p.pages.page_size.divide(position);
+    const int page = ptx::load_early(keys.pages + index, seen && keys.pages != nullptr, seen ? keys.only_page : -1);
+    return {page, p.pages.page_size.remainder(position, index)};
+  }
+  // Its address; null if there is no such page.
+  __device__ const char* address_of(const Keys& keys, const ChunkStrides& strides, const Place& place) const {
+    const uint64_t chunks = uint64_t{static_cast<uint32_t>(place.page)} * strides.page +
+                            uint64_t{static_cast<uint32_t>(place.row)} * strides.row;
+    return static_cast<uint32_t>(place.page) < static_cast<uint32_t>(p.pages.count) ? keys.start + 16 * chunks
+                                                                                    : nullptr;
+  }
+
+  // The warp's half of an n_block. In boxes, lane i knows the place of the i-th box; else that of the i-th row.
   struct Block {
     int first;  // key
     bool boxes;
     Place place;
   };
-  __device__ Block block_of(const ServingWork<Config>& work, int n_block) const {
+  __device__ Block block_of(const Keys& keys, int n_block) const {
     const int first = n_block * Config::kKeys + half * kHalf;
-    const bool boxes = p.plan.box_rows > 0 && work.seen.covers(first) && work.seen.covers(first + kHalf - 1);
+    const bool boxes = p.plan.box_rows > 0 && keys.seen.covers(first) && keys.seen.covers(first + kHalf - 1);
     const int row = boxes ? lane_id() * p.plan.box_rows : lane_id();
-    return {first, boxes, row < kHalf ? place_of(work, first + row) : Place{-1, 0}};
-  }
-  // Where a key of an entry is.
-  __device__ Place place_of(const ServingWork<Config>& work, int key) const {
-    if (!work.seen.covers(key)) return {-1, 0};
-    const int* table = p.pages.block_table;
-    const int position = static_cast<int>(work.seq.k.first) + key, index = p.pages.page_size.divide(position);
-    const int page = table ? ptx::load_early(table + work.tile.entry * p.pages.batch_stride + index)
-                           : static_cast<int>(work.seq.k.batch);  // all keys are in one page
-    return {page, p.pages.page_size.remainder(position, index)};
+    return {first, boxes, row < kHalf ? place_of(keys, first + row) : Place{-1, 0}};
   }
 
   template <typename Tile, int kStages>
-  __device__ void load_keys(const TensorRef<const void>& x, const CUtensorMap& map, int cols,
-                            const ServingWork<Config>& work, Tile (&tiles)[kStages], Ring<kStages>& ring) {
-    const auto [first, last] = work.n_blocks;
-    Block next = block_of(work, last);
+  __device__ void load_keys(const Keys& keys, const CUtensorMap& map, const ChunkStrides& strides, int cols,
+                            const Interval& n_blocks, Tile (&tiles)[kStages], Ring<kStages>& ring) {
+    Block next = block_of(keys, n_blocks.last);
 #pragma unroll 1
-    for (int n_block = last; n_block >= first; --n_block) {
+    for (int n_block = n_blocks.last; n_block >= n_blocks.first; --n_block) {
       const Block block = next;
-      if (n_block > first) next = block_of(work, n_block - 1);
+      if (n_block > n_blocks.first) next = block_of(keys, n_block - 1);
       if (block.boxes) {
-        load_boxes(map, work, block, tiles[at.stage], ring);
+        load_boxes(keys, map, block, tiles[at.stage], ring);
       } else {
-        gather(x, cols, work, block, tiles[at.stage], ring);
+        gather(keys, strides, cols, block, tiles[at.stage], ring);
       }
       at.advance();
     }
   }
 
   template <typename Tile, int kStages>
-  __device__ void load_boxes(const CUtensorMap& map, const ServingWork<Config>& work, const Block& block, Tile& tile,
+  __device__ void load_boxes(const Keys& keys, const CUtensorMap& map, const Block& block, Tile& tile,
                              Ring<kStages>& ring) {
     ring.wait_empty(at);
     if (ptx::elect()) ring.expect_tx(at, sizeof(Tile) / 2);
@@ -169,31 +191,24 @@ struct PagedSource {
     for (int row = 0, box = 0; row < kHalf; row += p.plan.box_rows, ++box) {
       const int page = __shfl_sync(~0u, block.place.page, box), page_row = __shfl_sync(~0u, block.place.row, box);
       if (ptx::elect()) {
-        load_rows_async(tile, half * kHalf + row, map, page_row, work.tile.key_head, page, ring.full[at.stage]);
+        load_rows_async(tile, half * kHalf + row, map, page_row, keys.head, page, ring.full[at.stage]);
       }
     }
   }
 
   template <typename Tile, int kStages>
-  __device__ void gather(const TensorRef<const void>& x, int cols, const ServingWork<Config>& work, const Block& block,
-                         Tile& tile, Ring<kStages>& ring) {
-    const T* start = static_cast<const T*>(x.data) + int64_t{work.tile.key_head} * x.heads;
+  __device__ void gather(const Keys& keys, const ChunkStrides& strides, int cols, const Block& block, Tile& tile,
+                         Ring<kStages>& ring) {
     Place next = block.place;
 #pragma unroll 1
     for (int row = 0; row < kHalf; row += kGroup) {
       const Place place = next;
-      next = row + kGroup < kHalf ? place_of(work, block.first + row + kGroup + lane_id()) : Place{-1, 0};
-      const GatheredRows<Tile, kGroup> rows(address_of(x, start, place));
+      next = row + kGroup < kHalf ? place_of(keys, block.first + row + kGroup + lane_id()) : Place{-1, 0};
+      const GatheredRows<Tile, kGroup> rows(address_of(keys, strides, place));
       if (row == 0) ring.wait_empty(at);
       rows.copy_to(tile, half * kHalf + row, cols);
     }
     arrive_when_copied(ring.full[at.stage]);
-  }
-
-  // The address of a row of k or v, whose head starts there; null if there is no such page.
-  __device__ const char* address_of(const TensorRef<const void>& x, const T* start, const Place& place) const {
-    if (static_cast<unsigned>(place.page) >= static_cast<unsigned>(p.pages.count)) return nullptr;
-    return reinterpret_cast<const char*>(start + place.page * x.batch + place.row * x.seqlen);
   }
 
   // A half of each consumer's rows of Q.

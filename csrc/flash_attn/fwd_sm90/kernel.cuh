@@ -90,7 +90,7 @@ void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
   using Config = FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>;
   using Shared = FwdSm90Shared<Config>;
   const Problem& problem = p.problem;
-  ServingLaunch args{.k = {}, .v = {}, .params = p};
+  ServingLaunch args{.k = {}, .v = {}, .k_strides = ChunkStrides(p.k), .v_strides = ChunkStrides(p.v), .params = p};
   if (const int rows = p.plan.box_rows; rows > 0) {
     const auto [entries, keys] = extent_of_keys(p);
     args.k = map_of<typename Shared::Keys>(p.k, problem.head_dim, problem.heads_k, keys, entries, rows);

@@ -1,6 +1,7 @@
 // The compile-time configuration of fwd_sm90, its kernel parameters, and its shared memory.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 #include "common/tensor_map.h"
@@ -27,9 +28,17 @@ struct FwdSm90Launch {
   FwdSm90Params params;
 };
 
+// Strides of a tensor whose rows are aligned, in chunks of 16 bytes: they fit 32 bits (is_aligned in features.h).
+struct ChunkStrides {
+  uint32_t page, row;
+
+  explicit ChunkStrides(const TensorRef<const void>& x) : page(x.batch / 8), row(x.seqlen / 8) {}
+};
+
 // The same of serving instances. The maps are for boxes of plan.box_rows rows; without boxes they are empty.
 struct ServingLaunch {
   CUtensorMap k, v;
+  ChunkStrides k_strides, v_strides;
   ServingParams params;
 };
 

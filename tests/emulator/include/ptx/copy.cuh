@@ -33,7 +33,7 @@ inline uint64_t cache_policy(bool) { return 0; }
 inline void copy_async(uint32_t shared, const void* global, bool valid, uint64_t) {
   copy_later(shared, global, valid, 16);
 }
-inline int load_early(const int* global) { return *global; }
+inline int load_early(const int* global, bool valid, int other) { return valid ? *global : other; }
 inline void prefetch(const void*) {}
 inline void prefetch_bulk(const void* global, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0) emulator::fail("prefetch that is not aligned");
