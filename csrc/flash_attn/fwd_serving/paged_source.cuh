@@ -2,9 +2,9 @@
 // and rows of queries be those of several heads.
 //
 // The four warps of the producer share the work: two copy K, the other two V and Q, each a half of the rows of each
-// tile. How long a warp takes for a tile matters, as each of its instructions waits for those of the consumer warps of
-// the same scheduler: with a warp for each tile, or with four warps for all tiles, P V waits for V. A half is copied in
-// one of two ways:
+// tile. The first asks the scheduler for pieces; the others read from the work ring, as consumers do. How long a warp
+// takes for a tile matters, as each of its instructions waits for those of the consumer warps of the same scheduler:
+// with a warp for each tile, or with four warps for all tiles, P V waits for V. A half is copied in one of two ways:
 //
 // - boxes: TMA copies several rows of a page at once. For rows that are all seen, from pages whose rows can be cut into
 //   such boxes (plan.box_rows).
@@ -104,18 +104,33 @@ struct PagedSource {
       : launch(launch), p(launch.params), shared(shared), warp(warp_id() % kWarps), half(warp % 2) {}
 
   __device__ static bool copies() { return true; }
-  __device__ static bool publishes() { return threadIdx.x % kWarpgroup == 0; }
+  __device__ bool publishes() const { return warp == 0 && lane_id() == 0; }
 
-  template <typename TakeNext>
-  __device__ void load(const ServingWork<Config>& work, TakeNext&& take_next) {
+  // Starts the copies of the warp's part of a piece.
+  __device__ void load(const ServingWork<Config>& work) {
     if (warp < 2) {
       load_keys(Keys(p, work, p.k), launch.k, launch.k_strides, p.problem.head_dim, work.n_blocks, shared.k,
                 shared.k_ring);
-      take_next();
     } else {
       load_q(work);
       load_keys(Keys(p, work, p.v), launch.v, launch.v_strides, p.problem.head_dim_v, work.n_blocks, shared.v,
                 shared.v_ring);
+    }
+  }
+  template <typename TakeNext>
+  __device__ void load(const ServingWork<Config>& work, TakeNext&& take_next) {
+    load(work);
+    take_next();
+  }
+  // Copies what the first warp hands out.
+  __device__ void follow() {
+    for (RingCursor<2> work_at;; work_at.advance()) {
+      shared.work_ring.wait_full(work_at);
+      const auto& work = shared.work[work_at.stage];
+      if (work.tile.entry < 0) return finish();
+      load(work);
+      __syncwarp();
+      if (lane_id() == 0) shared.work_ring.release(work_at);
     }
   }
   __device__ void finish() const { ptx::wait_all_copies(); }

@@ -69,7 +69,6 @@ struct WorkList {
   int slots_before[kRecords + 1];  // slots of pieces; unused if the plan is `even`
   int64_t sums[2][kRecords / 32];
   int piece_n_blocks;  // about how many n_blocks a piece has
-  int taken;           // from thread 0 to the others
 };
 
 // The pieces that the n_blocks of an entry's tiles are cut into.
@@ -88,6 +87,7 @@ struct ListScheduler {
   int blocks;       // even: how many thread blocks share the work
   int64_t at, end;  // even: the n_blocks of this thread block; else `at` is its piece, and `end` how many there are
   int count;        // even: how many n_blocks the current piece has
+  int taken;        // valid in lane 0, which calls take_next
 
   __device__ ListScheduler(const ServingParams& p, WorkList& list)
       : p(p),
@@ -161,7 +161,7 @@ struct ListScheduler {
     return static_cast<int>(max(max(of_average, least), int64_t{4}));
   }
 
-  // All of the producer's threads fill the list together.
+  // All of the producer's threads fill the list together. Then one of its warps asks for pieces.
   __device__ void begin() {
     Amount own = amount_of_record(/*in_n_blocks=*/true);
     int64_t all_units, all_tiles, slots_before = 0;
@@ -261,19 +261,10 @@ struct ListScheduler {
     return {p, tile_of(place.entry, head_group, m_blocks - 1 - m_block), piece, {begin, begin + each - 1}};
   }
 
-  // Called by all of the producer's threads while a piece is loaded, and before advance().
   __device__ void take_next() {
-    if (!p.plan.even && thread() == 0) list.taken = atomicAdd(p.plan.taken, 1);
+    if (!p.plan.even && lane_id() == 0) taken = atomicAdd(p.plan.taken, 1);
   }
-  __device__ void advance() {
-    if (p.plan.even) {
-      at += count;
-      return;
-    }
-    sync();
-    at = int64_t{gridDim.x} + list.taken;
-    sync();
-  }
+  __device__ void advance() { at = p.plan.even ? at + count : int64_t{gridDim.x} + __shfl_sync(~0u, taken, 0); }
   // Called by one thread after the last piece: as in PersistentScheduler.
   __device__ void finish() const {
     if (!p.plan.even && at == end + gridDim.x - 1) *p.plan.taken = 0;

@@ -90,6 +90,9 @@ struct Producer {
 
   __device__ void run() {
     scheduler.begin();
+    if constexpr (Config::kServing) {
+      if (source.warp > 0) return source.follow();
+    }
     while (scheduler.has_tile()) {
       const Work work = scheduler.work();
       const bool has_keys = work.exists() && !work.n_blocks.empty();

@@ -128,7 +128,7 @@ struct FwdSm90Shared {
     for (auto& ring : q_rings) ring.init(1, Config::kWriters);
     k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers, Config::kWriters);
     v_ring.init(Config::kConsumers, Config::kWriters);
-    work_ring.init(Config::kConsumerWarps);
+    work_ring.init(Config::kConsumerWarps + (Config::kServing ? 3 : 0));  // and the other warps of the producer
     if constexpr (Config::kClusterSize > 1) {
       for (auto& box : boxes) box.init();
     }
