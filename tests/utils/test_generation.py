@@ -270,12 +270,13 @@ def test_pages(options, page_size, device):
 def test_pages_of_graphs(options, graphs, device):
     """Behind other batches; a captured step finds the pages of its replay in the one table that it has seen."""
     model = poisoned(Model(device=device, **options).eval())
-    tables = set()
+    tables = {}  # by address; kept, or another could get the same
     for batch, seqlen, max_length in ((2, 6, 10), (3, 6, 18), (1, 6, 14), (3, 6, 14)):
         input_ids = prompt(batch, seqlen, device)
         expected = decode(input_ids, model, max_length).sequences
         assert torch.equal(decode(input_ids, model, max_length, cg=True, page_size=4).sequences, expected)
-        tables.add(model._decoding_cache.inference_params.block_table.data_ptr())
+        table = model._decoding_cache.inference_params.block_table
+        tables[table.data_ptr()] = table
     assert model._decoding_cache.callables.keys() == {(3, 1), (1, 1)} and len(tables) == 2
     input_ids, attention_mask = padded_prompts(device)
     expected = decode(input_ids, model, 14, attention_mask=attention_mask).sequences

@@ -328,8 +328,8 @@ struct Consumer {
     if (Config::cluster_rank() == 0) store_lse<Config>(p, work, warp_row, softmax);
   }
 
-  // Starts the last P V of a tile and the first scores of the next, stores the results of the one, and goes on to the
-  // other.
+  // Starts the last P V of a tile and the first scores of the next, if there may be one; stores the results of the one,
+  // and goes on to the other.
   __device__ void epilogue(Scores<Config>& s, const Work*& work, NBlocks& n_blocks) {
     await_last_values(*work, n_blocks);
     order.wait();
@@ -337,19 +337,21 @@ struct Consumer {
     start_output();
     const Work& done = *work;
     const auto done_at = work_at;
-    work_at.advance();
-    work = &next_work();
-    start_first_scores(s, *work);
+    if constexpr (Config::kPersistent) {
+      work_at.advance();
+      work = &next_work();
+      start_first_scores(s, *work);
+    }
     order.pass_on();
-    n_blocks = n_blocks_of(*work);
+    n_blocks = Config::kPersistent ? n_blocks_of(*work) : NBlocks{.exist = false};
     softmax.finish();
     if (!is_piece(done)) add_sinks<Config>(softmax, p, done, warp_row);
-    wait_gemms<1>(o);
+    wait_gemms<Config::kPersistent ? 1 : 0>(o);
     release(shared.v_ring, v_at);
     is_piece(done) ? store_piece_of(done) : store_results(done);
     __syncwarp();
     if (lane_id() == 0) shared.work_ring.release(done_at);
-    wait_gemms<0>(s);
+    if constexpr (Config::kPersistent) wait_gemms<0>(s);
   }
 
   // Time goes from left to right; each warpgroup starts its products when WarpgroupOrder lets it, here with three

@@ -24,7 +24,7 @@ namespace flash::flash_attn {
 template <typename Config>
 using TileScheduler = std::conditional_t<
     Config::kServing, ListScheduler<Config>,
-    std::conditional_t<Config::kClusterSize == 1, PersistentScheduler<Config>, SingleTileScheduler<Config>>>;
+    std::conditional_t<Config::kPersistent, PersistentScheduler<Config>, SingleTileScheduler<Config>>>;
 template <typename Config>
 using Source = std::conditional_t<Config::kServing, PagedSource<Config>, TmaSource<Config>>;
 

@@ -64,6 +64,7 @@ struct FwdSm90Config {
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
   static constexpr int kClusterSize = channel_slices(kHeadDim);  // thread blocks that share a tile
+  static constexpr bool kPersistent = kClusterSize == 1;  // whether a thread block processes one tile after another
   static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
   static constexpr int kWriters = kServing ? 2 : 1;  // how many warps of the producer copy a part of a tile
