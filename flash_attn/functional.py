@@ -138,6 +138,8 @@ def merge_attn_states(
     checks.tensor("out", out, dtypes=_FLOATS, shape=shape, device=device)
     checks.tensor("lse", lse, dtypes=_FLOATS, shape=tuple(lse_a.shape), device=device)
     checks.own_memory(out=out, lse=lse)
+    checks.apart("out", out, dict(out_a=out_a, out_b=out_b), or_same=True)
+    checks.apart("lse", lse, dict(lse_a=lse_a, lse_b=lse_b), or_same=True)
     if torch.is_grad_enabled():
         named = dict(out=out, lse=lse, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
         for name, x in named.items():

@@ -88,7 +88,7 @@ struct Pages {
   const int* block_table;  // (batch, pages per entry); null if there are no pages
   int64_t batch_stride;
   Divisor page_size = Divisor(kMaxSeqlen);  // without pages, more than there are positions
-  int count = kMaxSeqlen;                   // of pages that k and v have; others in the table are as if empty
+  int count = kMaxSeqlen;                   // of pages that k and v have; others must not be read or written
 };
 
 struct FwdParams {

@@ -207,13 +207,23 @@ def own_memory(**tensors: torch.Tensor) -> None:
             raise ArgumentError(f"{name} must have memory of its own, since it is written; found the memory of {other}")
 
 
-def apart(name: str, written: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> None:
-    """Check that a tensor to be written shares no element with any of the others, as far as strides tell."""
+def apart(
+    name: str, written: torch.Tensor, others: Mapping[str, torch.Tensor | None], *, or_same: bool = False
+) -> None:
+    """Check that a tensor to be written shares no element with any of the others, as far as strides tell.
+
+    or_same: another may be the same elements at the same places.
+    """
     if torch.compiler.is_compiling():
         return
     for other, value in others.items():
-        if value is not None and _overlap(written, value):
+        if value is not None and _overlap(written, value) and not (or_same and _are_same(written, value)):
             raise ArgumentError(f"{name} must have memory of its own, since it is written; found the memory of {other}")
+
+
+def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors that share memory have the same elements at the same places."""
+    return x.dtype is y.dtype and x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -227,13 +237,26 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x.numel() == extent_x and y.numel() == extent_y:
         return True
     # Both may be columns of one matrix, as q of a packed qkv is: then their rows are compared.
-    pitch = x.stride(0)
-    rows = [_extent(each.shape[1:], each.stride()[1:]) for each in (x, y)]
-    dense = all(row * len(each) == each.numel() for row, each in zip(rows, (x, y), strict=True))
-    if y.stride(0) != pitch or not dense or max(rows) > pitch:
+    dims_x, dims_y = _merged(x), _merged(y)
+    if not len(dims_x) == len(dims_y) == 2:
+        return False
+    (_, pitch), (row_x, step_x) = dims_x
+    (_, pitch_y), (row_y, step_y) = dims_y
+    if pitch != pitch_y or not step_x == step_y == 1 or max(row_x, row_y) > pitch:
         return False
     shift = distance % pitch
-    return shift < rows[0] or shift + rows[1] > pitch
+    return shift < row_x or shift + row_y > pitch
+
+
+def _merged(x):
+    """The dimensions of a tensor as [(size, stride), ...], those merged that are like one."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if dims and stride == dims[0][0] * dims[0][1]:
+            dims[0] = dims[0][0] * size, dims[0][1]
+        elif size > 1:
+            dims.insert(0, (size, stride))
+    return dims
 
 
 def _extent(shape, stride):

@@ -357,6 +357,16 @@ def test_states_are_merged_into_tensors_of_the_caller(merge_kernel, device):
         assert torch.equal(states[into][0], expected) and torch.equal(states[into][1], expected_lse)
 
 
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_merged_states_are_not_written_to_a_part_of_another(name, device):
+    a, b = two_states(8, 4, torch.float32, device)
+    both = [torch.cat([x, x]) for x in (a[0], a[1])]
+    state = both[0][:4], both[1][:8]
+    into = dict(out=both[0][1:5] if name == "out" else None, lse=both[1][1:9] if name == "lse" else None)
+    with pytest.raises(ValueError, match=f"{name} must have memory of its own.*of {name}_a"):
+        functional.merge_attn_states(into["out"], into["lse"], *state, *b)
+
+
 def test_a_shared_prefix(device):
     """As engines compute it: all rows over the prefix, then each entry's over its own pages, then both merged."""
     q, pages = torch.randn(6, 4, 64, device=device), torch.randn(2, 7, 16, 2, 64, device=device)

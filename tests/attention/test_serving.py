@@ -547,3 +547,15 @@ def test_graph_replays_with_other_lengths(batch, num_splits, device):
         pool.k[: len(other.k)], pool.v[: len(other.v)] = other.k, other.v
         graph.replay()
         check(one, captured, q, k, v)
+
+
+@pytest.mark.parametrize("heads_k", [1, 4])
+def test_a_pool_without_pages(heads_k, device):
+    """Entries without keys give 0, whatever their tables hold."""
+    q = torch.randn(40, 4, 128, device=device, dtype=torch.bfloat16)
+    k = v = q.new_empty(0, 16, heads_k, 128)
+    table = torch.tensor([[-1, 0], [3, 2**31 - 1]], dtype=torch.int32, device=device)
+    lengths = bounds((38, 2), device), None, 38, 32
+    options = dict(block_table=table, seqused_k=table.new_zeros(2), causal=True, return_lse=True)
+    out, lse = flash_attn_varlen_func(q, k, v, *lengths, **options)
+    assert not out.any() and (lse == float("inf")).all()

@@ -291,6 +291,23 @@ def test_out_may_lie_beside_q_in_one_tensor(device):
         assert identical(flash_attn_varlen_func(**call | dict(q=q), out=out), wanted)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("first", [0, 2, HEADS - 1])
+@EITHER_WAY
+def test_out_that_shares_columns_with_dense_queries(first, batch, rows, way, device):
+    call = cached(device, rows)
+    both = call["q"].new_zeros(4, rows, 2 * HEADS, DIM)[:batch]
+    both[:, :, :HEADS] = call["q"][:batch]
+    call |= {name: call[name][:batch] for name in ("k_cache", "v_cache", "cache_seqlens")}
+    call["q"], untouched = both[:, :, :HEADS], both.clone()
+    with pytest.raises(ValueError, match=r"out must have memory of its own.*found the memory of q"):
+        flash_attn_with_kvcache(**call, out=both[:, :, first : first + HEADS])
+    assert identical(both, untouched)
+    wanted = flash_attn_with_kvcache(**call)
+    assert identical(flash_attn_with_kvcache(**call, out=both[:, :, HEADS:]), wanted)
+
+
 def test_out_of_a_head_dim_of_its_own(device):
     call = paged(device) | dict(seqused_k=ints(device, *KEYS), causal=True)
     call["v"] = call["v"][..., :48].contiguous()

@@ -268,6 +268,9 @@ def test_other_refusals(device):
         fa3._flash_attn_forward(
             q[0], k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, page_table=ints(device, [0])
         )
+    for appended in (dict(k_new=k[0], v_new=v[0]), dict(rotary_cos=q, rotary_sin=q)):
+        with pytest.raises(NotImplementedError, match="must be None with cu_seqlens_k"):
+            fa3._flash_attn_forward(q[0], k[0], v[0], cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **appended)
     with pytest.raises(TypeError, match=r"cu_seqlens_k must be a torch\.Tensor"):
         fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, None, 4, 4)
     with pytest.raises(TypeError, match="q must have dtype"):

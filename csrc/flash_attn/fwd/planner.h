@@ -171,8 +171,9 @@ inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
           scratch_of(tiling, splits, head_dim, /*lanes=*/1)};
 }
 
-// Whether the decode kernel can also append, which saves a launch. It does not find pages or packed queries then; no entry may read what
-// another entry appends; and some row must see every new key, because only thread blocks that see a key write it.
+// Whether the decode kernel can also append, which saves a launch. It does not find pages or packed queries then; no
+// entry may read what another entry appends; and some row must see every new key, because only thread blocks that see a
+// key write it.
 inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const AppendParams& append,
                                 const FwdHints& hints) {
   const auto* decoding = std::get_if<DecodePlan>(&plan);
@@ -203,7 +204,7 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
   const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
   const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, kTileRows);
   const int64_t blocks = tiles * channel_slices(std::max(problem.head_dim, problem.head_dim_v));
-  const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0;
+  const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0 && problem.batch > 0;
   const bool rows_enough = hints.longest_q >= (problem.heads == problem.heads_k ? 32 : 64);
   const bool few_keys = hints.longest_k <= int64_t{kFewKeysPerChannel} * problem.head_dim;
   return hints.has_sm90 && p.aligned && p.pages.block_table == nullptr && hints.num_splits <= 1 && any_keys &&
@@ -278,6 +279,8 @@ inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
 // tile, which a warp copies. 0 where there are no such boxes, as a tile begins anywhere in a page where keys are padded
 // on the left, and the pattern of swizzled rows repeats every 8.
 inline int rows_of_box(const FwdParams& p, int tile_keys) {
+  const auto [entries, rows] = extent_of_keys(p);
+  if (entries == 0 || rows == 0) return 0;  // of nothing there is no map
   if (!has_pages(p)) return tile_keys / 2;
   const int page_size = static_cast<int>(p.pages.page_size.value);
   return p.problem.leftpad_k || page_size % 8 != 0 ? 0 : std::gcd(page_size, tile_keys / 2);

@@ -79,6 +79,10 @@ def attention(
         raise ArgumentError("cu_seqlens_q must be given with cu_seqlens_k, found None")
     if cu_seqlens_k is not None and (page_table is not None or kv_batch_idx is not None):
         raise ArgumentError("cu_seqlens_k must be None with page_table and kv_batch_idx, found a tensor")
+    if cu_seqlens_k is not None and any(x is not None for x in (k_new, v_new, rotary_cos, rotary_sin)):
+        raise NotImplementedError(
+            "k_new, v_new, rotary_cos and rotary_sin must be None with cu_seqlens_k, found a tensor"
+        )
     cached = seqused_k, k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, cu_seqlens_q
     if cu_seqlens_k is None and any(x is not None for x in cached):
         max_seqlen_q = None if cu_seqlens_q is None else max_seqlen_q
