@@ -49,7 +49,7 @@ inline CUtensorMap tensor_map(const void* data, CUtensorMapDataType type, const 
   return map;
 }
 
-// Describes a tensor (entries, rows, heads, head_dim) of 16-bit elements, for copies of box_rows rows of one page of a
+// Describes a tensor (entries, rows, heads, head_dim) of 16-bit elements, for copies of box_rows rows of one panel of a
 // SharedTile (tile/shared.cuh): rows of the box fill 64 or 128 bytes, swizzled as there. The stride of a dimension of
 // size 1 does not matter, and is replaced by a valid one.
 template <typename Tile, typename Data>
@@ -59,8 +59,8 @@ CUtensorMap map_of(const TensorRef<Data>& x, int64_t head_dim, int64_t heads, in
   const auto stride = [](int64_t elements, int64_t size) { return size > 1 ? elements * kElementBytes : 16; };
   return tensor_map(x.data, CU_TENSOR_MAP_DATA_TYPE_UINT16, {head_dim, heads, rows, entries},
                     {stride(x.heads, heads), stride(x.seqlen, rows), stride(x.batch, entries)},
-                    {Tile::kPageCols, 1, box_rows, 1},
-                    Tile::kPageCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
+                    {Tile::kPanelCols, 1, box_rows, 1},
+                    Tile::kPanelCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 }  // namespace flash

@@ -71,7 +71,7 @@ struct PageTable {
 // The places of those rows of a tile that a thread loads, looked up ahead of the copies.
 template <typename Tile, int kThreads>
 struct LoadedPlaces {
-  static constexpr int kStep = kThreads / Tile::kPageChunks;
+  static constexpr int kStep = kThreads / Tile::kPanelChunks;
   Place places[Tile::kRows / kStep];
 
   __device__ void find(const PageTable& table, int first_row) {

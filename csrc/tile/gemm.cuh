@@ -18,7 +18,7 @@ namespace flash {
 // A tile as an operand. AlongCols: the contraction runs along the tile's columns, and rows are used from `first` on.
 // AlongRows: it runs along the rows, and columns are used from `first` on, a multiple of 64, or of the number of
 // columns used if that is a smaller power of two (since chunks are addressed by XOR). With kShares > 1, the columns of
-// each page are cut into kShares equal parts; of every page, only the part that starts at `first` is used.
+// each panel are cut into kShares equal parts; of every panel, only the part that starts at `first` is used.
 template <typename Tile>
 struct AlongCols {
   using T = typename Tile::T;
@@ -45,14 +45,14 @@ __device__ AlongRows<Tile, kShares> along_rows(const Tile& tile, int first = 0) 
 // the operand needs: quarters (0, 0), (8, 0), (0, 8), (8, 8) if kDown, or else (0, 0), (0, 8), (8, 0), (8, 8).
 template <typename Tile, bool kAlongCols, bool kDown, int kShares = 1>
 struct BlockLoader {
-  static constexpr int kShareChunks = Tile::kPageChunks / kShares;
+  static constexpr int kShareChunks = Tile::kPanelChunks / kShares;
   static_assert(kShareChunks % 2 == 0);
   uint32_t origin;  // this lane's row of the first block
 
   __device__ BlockLoader(const Tile& tile, int row, int col) {
     const int low = lane_id() / 8 % 2, high = lane_id() / 16, chunk = col / Tile::kChunk;
     origin = tile.address(row + lane_id() % 8 + 8 * (kDown ? low : high), kDown ? high : low);
-    origin = (origin ^ Tile::flip(chunk)) + Tile::distance(0, chunk / Tile::kPageChunks);
+    origin = (origin ^ Tile::flip(chunk)) + Tile::distance(0, chunk / Tile::kPanelChunks);
   }
 
   // Loads block `step` along the contraction, and block i along the other dimension.

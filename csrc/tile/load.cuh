@@ -28,12 +28,12 @@ struct StridedRows {
   __device__ T* address() const { return data; }
 };
 
-// kThreads threads load a tile together: a thread block, some of its warps, or each warp for itself. A row of a page is
-// loaded by as many neighbouring threads as it has chunks: 128 (or 64) contiguous bytes. Returns the first row of this
-// thread.
+// kThreads threads load a tile together: a thread block, some of its warps, or each warp for itself. A row of a panel
+// is loaded by as many neighbouring threads as it has chunks: 128 (or 64) contiguous bytes. Returns the first row of
+// this thread.
 template <int kThreads, typename Tile>
 __device__ int first_loaded_row() {
-  return threadIdx.x % kThreads / Tile::kPageChunks;
+  return threadIdx.x % kThreads / Tile::kPanelChunks;
 }
 
 struct CopyChunk {
@@ -46,7 +46,7 @@ struct CopyChunk {
 // cols is a multiple of 8. kAllExist: all rows are known to exist. copy(shared, global, valid) starts one copy.
 template <int kThreads, bool kAllExist, typename Tile, typename Rows, typename Copy = CopyChunk>
 __device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&& copy = {}) {
-  constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
+  constexpr int kLanes = Tile::kPanelChunks, kStep = kThreads / kLanes;
   static_assert(Tile::kRows % kStep == 0);
   const int chunk = threadIdx.x % kLanes;
   const uint32_t origin = tile.address(first_loaded_row<kThreads, Tile>(), chunk);
@@ -56,9 +56,9 @@ __device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&
     const bool exists = kAllExist || rows.exists();
     const uint32_t target = (origin ^ Tile::turn(row)) + Tile::distance(row, 0);
 #pragma unroll
-    for (int page = 0; page < Tile::kPages; ++page) {
-      const bool valid = exists && (page * kLanes + chunk) * Tile::kChunk < cols;
-      copy(target + Tile::distance(0, page), source + page * Tile::kPageCols, valid);
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      const bool valid = exists && (panel * kLanes + chunk) * Tile::kChunk < cols;
+      copy(target + Tile::distance(0, panel), source + panel * Tile::kPanelCols, valid);
     }
     rows.move(kStep);
   }
@@ -68,7 +68,7 @@ __device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&
 template <int kThreads, typename Tile, typename Rows>
 __device__ void load_own_rows_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   using T = typename Tile::T;
-  constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
+  constexpr int kLanes = Tile::kPanelChunks, kStep = kThreads / kLanes;
   for (int row = first_loaded_row<kThreads, Tile>(); row < Tile::kRows; row += kStep, rows.move(kStep)) {
     for (int chunk = threadIdx.x % kLanes; chunk < Tile::kCols / Tile::kChunk; chunk += kLanes) {
       Vec<T, Tile::kChunk> vec;
@@ -95,17 +95,18 @@ __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
 }
 
 // Stores a fragment, packed to 16 bits by `pack`, to the rows of a tile from row0 on. With kShares > 1, the columns of
-// each page of the tile are cut into kShares equal parts; of every page, the fragment has the part that starts at col0.
+// each panel of the tile are cut into kShares equal parts; of every panel, the fragment has the part that starts at
+// col0.
 template <int kShares = 1, typename Tile, int kRows, int kCols, typename Pack = Rounded<typename Tile::T>>
 __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragment, int row0, int col0 = 0,
                                Pack pack = {}) {
-  constexpr int kShareChunks = Tile::kPageChunks / kShares;
+  constexpr int kShareChunks = Tile::kPanelChunks / kShares;
   static_assert(kCols <= Tile::kCols);
 #pragma unroll
   for (int r = 0; r < kRows / 8; ++r) {
 #pragma unroll
     for (int c = 0; c < kCols / 4; c += 2) {
-      const int chunk = c / 2 / kShareChunks * Tile::kPageChunks + c / 2 % kShareChunks + col0 / Tile::kChunk;
+      const int chunk = c / 2 / kShareChunks * Tile::kPanelChunks + c / 2 % kShareChunks + col0 / Tile::kChunk;
       auto* pair = tile.chunk(row0 + fragment.row(r), chunk) + 2 * (lane_id() % 4);
       *reinterpret_cast<uint32_t*>(pair) = pack(fragment(r, c), fragment(r, c + 1));
     }
@@ -144,8 +145,8 @@ __device__ PackedFragment<T, 16, kCols> load_rows(const Tile& tile, int row0, bo
   PackedFragment<T, 16, kCols> fragment;
 #pragma unroll
   for (int step = 0; step < kCols / 16; ++step) {
-    const uint32_t in_page = origin ^ Tile::flip(2 * step);
-    ptx::load_matrices(fragment.values[0][step], in_page + Tile::distance(0, 2 * step / Tile::kPageChunks));
+    const uint32_t in_panel = origin ^ Tile::flip(2 * step);
+    ptx::load_matrices(fragment.values[0][step], in_panel + Tile::distance(0, 2 * step / Tile::kPanelChunks));
   }
   return fragment;
 }
@@ -154,24 +155,24 @@ __device__ PackedFragment<T, 16, kCols> load_rows(const Tile& tile, int row0, bo
 // multiple of 8.
 template <int kRows, typename Tile, typename Rows>
 __device__ void store_rows(Tile& tile, Rows rows, int row0, int cols) {
-  constexpr int kLanes = Tile::kPageChunks, kStep = 32 / kLanes;
+  constexpr int kLanes = Tile::kPanelChunks, kStep = 32 / kLanes;
   const int first_row = row0 + lane_id() / kLanes, first_chunk = lane_id() % kLanes;
   // All loads come first, so that they do not wait for one another.
-  Vec<typename Tile::T, Tile::kChunk> chunks[kRows / kStep][Tile::kPages];
+  Vec<typename Tile::T, Tile::kChunk> chunks[kRows / kStep][Tile::kPanels];
 #pragma unroll
   for (int i = 0; i < kRows / kStep; ++i) {
 #pragma unroll
-    for (int page = 0; page < Tile::kPages; ++page) {
-      chunks[i][page] = load<Tile::kChunk>(tile.chunk(first_row + i * kStep, page * kLanes + first_chunk));
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      chunks[i][panel] = load<Tile::kChunk>(tile.chunk(first_row + i * kStep, panel * kLanes + first_chunk));
     }
   }
   rows.move(first_row);
 #pragma unroll
   for (int i = 0; i < kRows / kStep; ++i) {
 #pragma unroll
-    for (int page = 0; page < Tile::kPages; ++page) {
-      const int col = (page * kLanes + first_chunk) * Tile::kChunk;
-      if (rows.exists() && col < cols) store(rows.address() + col, chunks[i][page]);
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      const int col = (panel * kLanes + first_chunk) * Tile::kChunk;
+      if (rows.exists() && col < cols) store(rows.address() + col, chunks[i][panel]);
     }
     rows.move(kStep);
   }

@@ -47,14 +47,14 @@ struct Ring {
   }
 };
 
-// One thread starts the copy of a tile: the tensor's rows from `row` on and columns from `col` on, page by page (the
-// map, made by map_of, has boxes of one page). Rows and columns that the tensor does not have become 0.
+// One thread starts the copy of a tile: the tensor's rows from `row` on and columns from `col` on, panel by panel (the
+// map, made by map_of, has boxes of one panel). Rows and columns that the tensor does not have become 0.
 template <typename Tile>
 __device__ void load_async(Tile& tile, const CUtensorMap& map, int64_t row, int head, int64_t entry,
                            ptx::SharedBarrier& arrived, int col = 0) {
 #pragma unroll
-  for (int page = 0; page < Tile::kPages; ++page) {
-    ptx::copy_box_async(tile.address(0, 0) + Tile::distance(0, page), map, col + page * Tile::kPageCols, head,
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    ptx::copy_box_async(tile.address(0, 0) + Tile::distance(0, panel), map, col + panel * Tile::kPanelCols, head,
                         static_cast<int>(row), static_cast<int>(entry), arrived);
   }
 }
@@ -64,8 +64,8 @@ template <typename Tile>
 __device__ void load_rows_async(Tile& tile, int to, const CUtensorMap& map, int row, int head, int entry,
                                 ptx::SharedBarrier& arrived) {
 #pragma unroll
-  for (int page = 0; page < Tile::kPages; ++page) {
-    ptx::copy_box_async(tile.address(0, 0) + Tile::distance(to, page), map, page * Tile::kPageCols, head, row, entry,
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    ptx::copy_box_async(tile.address(0, 0) + Tile::distance(to, panel), map, panel * Tile::kPanelCols, head, row, entry,
                         arrived);
   }
 }
@@ -74,8 +74,8 @@ __device__ void load_rows_async(Tile& tile, int to, const CUtensorMap& map, int 
 template <int kRows, typename Tile>
 __device__ void store_async(const Tile& tile, int from, const CUtensorMap& map, int64_t row, int head, int64_t entry) {
 #pragma unroll
-  for (int page = 0; page < Tile::kPages; ++page) {
-    ptx::store_box_async(map, tile.address(0, 0) + Tile::distance(from, page), page * Tile::kPageCols, head,
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    ptx::store_box_async(map, tile.address(0, 0) + Tile::distance(from, panel), panel * Tile::kPanelCols, head,
                          static_cast<int>(row), static_cast<int>(entry));
   }
   ptx::commit_stores();

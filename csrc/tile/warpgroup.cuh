@@ -77,8 +77,8 @@ struct Descriptors<AlongCols<Tile>> {
   __device__ explicit Descriptors(const AlongCols<Tile>& x)
       : origin(x.tile.address(0, 0) + Tile::distance(x.first, 0), Tile::kRowBytes, 16) {}
   __device__ uint64_t at(int step) const {
-    constexpr int kPageSteps = Tile::kPageCols / 16;
-    return origin.after(Tile::distance(0, step / kPageSteps) + step % kPageSteps * 32);
+    constexpr int kPanelSteps = Tile::kPanelCols / 16;
+    return origin.after(Tile::distance(0, step / kPanelSteps) + step % kPanelSteps * 32);
   }
 };
 
@@ -88,8 +88,8 @@ struct Descriptors<AlongRows<Tile, 1>> {
   ptx::MatrixDescriptor origin;
 
   __device__ explicit Descriptors(const AlongRows<Tile, 1>& x)
-      : origin(x.tile.address(0, 0) + Tile::distance(0, x.first / Tile::kPageCols) +
-                   x.first % Tile::kPageCols * sizeof(typename Tile::T),
+      : origin(x.tile.address(0, 0) + Tile::distance(0, x.first / Tile::kPanelCols) +
+                   x.first % Tile::kPanelCols * sizeof(typename Tile::T),
                Tile::kRowBytes, Tile::distance(0, 1)) {}
   __device__ uint64_t at(int step) const { return origin.after(Tile::distance(16 * step, 0)); }
 };

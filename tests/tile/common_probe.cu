@@ -62,7 +62,7 @@ int tile_offset_by_parts(int tile_cols, int row, int chunk) {
   dispatch_cols(tile_cols, [&](auto kCols) {
     using Tile = SharedTile<__nv_bfloat16, 128, kCols>;
     const int origin = Tile::offset(row % 8, chunk % 2);
-    offset = (origin ^ Tile::flip(chunk - chunk % 2)) + Tile::distance(row - row % 8, chunk / Tile::kPageChunks);
+    offset = (origin ^ Tile::flip(chunk - chunk % 2)) + Tile::distance(row - row % 8, chunk / Tile::kPanelChunks);
   });
   return offset;
 }

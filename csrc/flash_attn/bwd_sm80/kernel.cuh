@@ -71,8 +71,8 @@ struct BwdConfig {
   static constexpr int kKeyWarps = kTeamWarps * kWarpKeys / kBlockN;  // warps of a team with the same keys
   static constexpr int kWarpRows = kBlockM / kKeyWarps;               // query rows of a warp's S^T or dP^T
   static constexpr int kWarpDim = kHeadDim / kKeyWarps;               // channels of a warp's dV or dK
-  static constexpr int kPageCols = kHeadDim % 64 == 0 ? 64 : 32;      // of a SharedTile
-  static constexpr int kDqRows = kPageCols * kBlockM >= kWarps * 16 * 32 ? 32 : 16;  // rows of a warp's piece of dQ
+  static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;     // of a SharedTile
+  static constexpr int kDqRows = kPanelCols * kBlockM >= kWarps * 16 * 32 ? 32 : 16;  // rows of a warp's piece of dQ
   static constexpr int kDqColWarps = kWarps * kDqRows / kBlockM;  // warps that divide the channels of the same rows
   static constexpr bool kDelaysDq = kHeadDim <= 256;              // dQ of a step is computed in the next one
   static constexpr int kDqPasses = kDelaysDq ? 1 : kHeadDim / kDqColWarps / 64;  // in which a warp computes it
@@ -135,9 +135,9 @@ struct WarpRole {
   int member = warp % Config::kTeamWarps;                     // partners in the two teams have the same
   int key0 = member / Config::kKeyWarps * Config::kWarpKeys;  // of S^T, dV and dK
   int row0 = member % Config::kKeyWarps * Config::kWarpRows;  // of S^T
-  int dim0 = member % Config::kKeyWarps * (Config::kPageCols / Config::kKeyWarps);  // of dV and dK, in every page
+  int dim0 = member % Config::kKeyWarps * (Config::kPanelCols / Config::kKeyWarps);  // of dV and dK, in every panel
   int dq_row0 = warp / Config::kDqColWarps * Config::kDqRows;
-  int dq_dim0 = warp % Config::kDqColWarps * (Config::kPageCols / Config::kDqColWarps);  // in every page
+  int dq_dim0 = warp % Config::kDqColWarps * (Config::kPanelCols / Config::kDqColWarps);  // in every panel
 
   // Named barriers. 1 .. 4: partners meet when the value team has stored its weights. Only the key team would need to
   // wait, but head dim 192 is faster this way, and compute-sanitizer's racecheck understands it. 5, 6: the warps of a
@@ -262,7 +262,7 @@ struct Pairs {
       : origin(tile.address(row0 + lane_id() / 4, col0 / Tile::kChunk) + lane_id() % 4 * 4) {}
 
   __device__ uint32_t address(int r, int i) const {
-    return (origin ^ Tile::flip(i)) + Tile::distance(8 * r, i / Tile::kPageChunks);
+    return (origin ^ Tile::flip(i)) + Tile::distance(8 * r, i / Tile::kPanelChunks);
   }
   __device__ uint32_t load(int r, int i) const { return ptx::load_word(address(r, i)); }
   __device__ void store(int r, int i, uint32_t pair) const { ptx::store_word(address(r, i), pair); }
@@ -423,8 +423,8 @@ __device__ void add_dq(const BwdShared<Config>& shared, const BwdSm80Params& p, 
                                      (pass * kPassCols + role.dq_dim0) / Accum::kGroup);
 #pragma unroll
       for (int c = 0; c < dq.kLaneCols; c += 4) {
-        constexpr int kWarpCols = Config::kPageCols / Config::kDqColWarps;
-        const int channel = 4 * c / kWarpCols * Config::kPageCols + 4 * c % kWarpCols;
+        constexpr int kWarpCols = Config::kPanelCols / Config::kDqColWarps;
+        const int channel = 4 * c / kWarpCols * Config::kPanelCols + 4 * c % kWarpCols;
         ptx::add_global(groups + channel / Accum::kGroup * Accum::kGroupStep + 4 * (lane_id() % 4), dq(r, c),
                         dq(r, c + 1), dq(r, c + 2), dq(r, c + 3));
       }

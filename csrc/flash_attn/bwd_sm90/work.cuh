@@ -25,7 +25,7 @@ namespace flash::flash_attn {
 
 // The parameters of the kernels: the problem with its plan, and TMA descriptors of its tensors.
 struct BwdSm90Launch : BwdSm90Params {
-  CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one page of a tile (tile/shared.cuh)
+  CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one panel of a tile (tile/shared.cuh)
   CUtensorMap dq_accum_map, dq_map;           // only bwd_sm90: boxes of a half of dQ
   CUtensorMap bias_map;                       // only instances of kBiased
   int num_work_tiles;                         // splits of all n_blocks

@@ -43,7 +43,7 @@ struct QueryTeam {
   __device__ static int row() { return thread() / 32 * 16 + lane_id() / 4; }
 
   // The first channel of the thread block's half of dQ, and the first that is loaded of the other thread block's K: 128
-  // channels in whole pages that contain that half.
+  // channels in whole panels that contain that half.
   __device__ static int first_col(int cta_rank) { return cta_rank * Config::kHeadDim / 2; }
   __device__ static int other_col0(int cta_rank) { return cta_rank * (Config::kHeadDim - 128); }
 

@@ -15,7 +15,7 @@
 // team to team (BwdWideBarrier). The bottleneck is the rate at which the L2 cache adds to dq_accum. So each thread
 // block sums its half of the channels over all 128 keys before it adds, and a team that does nothing but dQ keeps L2
 // busy while the others compute. Of the fourth warpgroup, warp 0 starts the TMA copies: each thread block copies every
-// other page of Q and dO, to both by multicast. Where n_blocks add to dQ in order, its warps 1 and 2
+// other panel of Q and dO, to both by multicast. Where n_blocks add to dQ in order, its warps 1 and 2
 // acquire and release the dQ semaphores (DqSemaphores).
 //
 // Beyond 256 channels, both thread blocks have the same 64 keys, and each has half of the channels of everything. Only

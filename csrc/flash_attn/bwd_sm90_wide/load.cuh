@@ -27,17 +27,17 @@ __device__ void load_all_keys(const BwdSm90Launch& p, BwdWideShared<Config>& sha
     auto& other_k = shared.other_k;
     shared.other_keys_here.arrive_expect_tx(sizeof(other_k));
 #pragma unroll 1
-    for (int page = 0; page < other_k.kPages; ++page) {
+    for (int panel = 0; panel < other_k.kPanels; ++panel) {
       const int row = static_cast<int>(k.first) + work.cluster_keys.first + (cta_rank ^ 1) * Config::kBlockN;
-      ptx::copy_box_async(other_k.address(0, 0) + other_k.distance(0, page), p.k_map,
-                          QueryTeam<Config>::other_col0(cta_rank) + page * other_k.kPageCols, work.n_block.head_k, row,
-                          static_cast<int>(k.batch), shared.other_keys_here);
+      ptx::copy_box_async(other_k.address(0, 0) + other_k.distance(0, panel), p.k_map,
+                          QueryTeam<Config>::other_col0(cta_rank) + panel * other_k.kPanelCols, work.n_block.head_k,
+                          row, static_cast<int>(k.batch), shared.other_keys_here);
     }
   }
 }
 
 // Starts the copies of all that a thread block reads. Lanes as visits_rows says. Where both thread blocks have all
-// channels, each copies every other page of Q and dO, to both of them; every barrier expects the bytes of all pages.
+// channels, each copies every other panel of Q and dO, to both of them; every barrier expects the bytes of all panels.
 template <typename Config>
 __device__ void load_work(const BwdSm90Launch& p, BwdWideShared<Config>& shared, const NBlockWork<Config>& work,
                           int cta_rank) {
@@ -54,8 +54,8 @@ __device__ void load_work(const BwdSm90Launch& p, BwdWideShared<Config>& shared,
       ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(tile) + ring.kValueBytes + more_bytes);
       if constexpr (Config::kClusterSplit == ClusterSplit::kKeys) {
 #pragma unroll 1
-        for (int page = cta_rank; page < tile.kPages; page += Config::kCluster) {
-          ptx::copy_box_to_blocks(tile.address(0, 0) + tile.distance(0, page), map, page * tile.kPageCols, head,
+        for (int panel = cta_rank; panel < tile.kPanels; panel += Config::kCluster) {
+          ptx::copy_box_to_blocks(tile.address(0, 0) + tile.distance(0, panel), map, panel * tile.kPanelCols, head,
                                   static_cast<int>(q.first) + row0, static_cast<int>(q.batch), here, 0b11);
         }
       } else {

@@ -67,12 +67,12 @@ struct GatheredRows {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
-      for (int page = 0; page < Tile::kPages; ++page) {
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
 #pragma unroll
-        for (int chunks = 0; chunks < Tile::kPageChunks; chunks += kLanes) {
-          ptx::copy_async((origin ^ Tile::flip(chunks)) + Tile::distance(i * kStep, page),
-                          sources[i] + page * Tile::kRowBytes + 16 * chunks,
-                          is_valid(i, page * Tile::kPageChunks + chunks));
+        for (int chunks = 0; chunks < Tile::kPanelChunks; chunks += kLanes) {
+          ptx::copy_async((origin ^ Tile::flip(chunks)) + Tile::distance(i * kStep, panel),
+                          sources[i] + panel * Tile::kRowBytes + 16 * chunks,
+                          is_valid(i, panel * Tile::kPanelChunks + chunks));
         }
       }
     }
