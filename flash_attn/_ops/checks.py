@@ -147,6 +147,13 @@ def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int:
     return int(value)
 
 
+def count(name: str, value: SupportsInt, least: int = 0) -> int:
+    """Returns `value` as an int, as `whole` does, which must be at least `least`."""
+    value = whole(name, value)
+    number(name, value, value >= least, "at least {}", least)
+    return value
+
+
 def flag(name: str, value: Any, expected: str = "a bool") -> None:
     """Check that `value` is a bool; 0 and 1 count, a tensor does not. `expected`: all that the caller accepts."""
     if value is True or value is False:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn.utils.generation import OutOfPages, PageAllocator, copy_pages
 
@@ -103,10 +104,59 @@ def test_random_steps(seed):
     assert min(done.values()) > 5, done
 
 
+COPIES = {  # (from, to), and how many writes each cache gets
+    "none": ([], 0),
+    "one": ([(2, 0)], 1),
+    "independent": ([(0, 3), (1, 4), (0, 5)], 1),
+    "a target is a source later": ([(0, 3), (3, 4)], 2),
+    "a source is a target later": ([(0, 3), (1, 0)], 2),
+    "a target twice": ([(0, 3), (1, 3)], 2),
+}
+
+
+class Writes(TorchDispatchMode):
+    """Counts the operators that write."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_made_in_order_and_at_once_where_they_do_not_meet(name, device):
+    copies, writes = COPIES[name]
+    caches = {layer: torch.randn(6, 2, 3, device=device) for layer in ("a", 1)}
+    expected = {layer: cache.tolist() for layer, cache in caches.items()}
+    for source, target in copies:
+        for pages in expected.values():
+            pages[target] = pages[source]
+    with Writes() as counted:
+        copy_pages(caches, copies)
+    assert {layer: cache.tolist() for layer, cache in caches.items()} == expected
+    assert counted.count == writes * len(caches)
+
+
+def test_tables_of_many_columns(device):
+    """Nothing is made in Python for columns without a page."""
+    pages = PageAllocator(num_pages=10, page_size=2)
+    for name, length in (("a", 5), ("b", 0), ("c", 8)):
+        pages.allocate(name, length)
+    expected = [[*pages.pages(name)] + [-1] * (6 - len(pages.pages(name))) for name in "cab"]
+    table = pages.block_table(iter("cab"), columns=6, device=device)
+    assert table.tolist() == expected and (table.dtype, table.device.type) == (torch.int32, device.type)
+    assert table.is_contiguous() and pages.block_table(["b"], columns=2**20).shape == (1, 2**20)
+    assert pages.block_table([], columns=3).shape == (0, 3) and pages.block_table(["b"]).shape == (1, 0)
+    with torch.device("meta"):
+        assert pages.block_table(["a"]).is_meta and not pages.block_table(["a"], device="cpu").is_meta
+
+
 def test_errors():
     pages = PageAllocator(num_pages=2, page_size=4)
     pages.allocate("a", 5)
     pages.fork("a", "b")
+    cache = torch.zeros(2, 4)
     for call, error, message in (
         (lambda: PageAllocator(0, 4), ValueError, "num_pages must be at least 1, found 0"),
         (lambda: PageAllocator(4, 2.5), ValueError, "page_size must be a whole number, found 2.5"),
@@ -119,10 +169,23 @@ def test_errors():
         (lambda: pages.append("a", -1), ValueError, "count must be at least 0, found -1"),
         (lambda: pages.block_table(["c"]), KeyError, "the name must be that of a sequence, found 'c'"),
         (
-            lambda: pages.block_table("ab", 1),
+            lambda: pages.block_table(["a", "b"], 1),
             ValueError,
             "columns must be at least the pages of a sequence, 2, found 1",
         ),
+        (lambda: pages.block_table("ab"), TypeError, "names must be several names, as in a list, found 'ab'"),
+        (lambda: pages.block_table(7), TypeError, "names must be several names, as in a list, found 7"),
+        (lambda: pages.num_needed("a", -1), ValueError, "count must be at least 0, found -1"),
+        (lambda: pages.num_needed("a", "2"), TypeError, "count must be an integer, found str"),
+        (lambda: copy_pages(cache, [(0, 1)]), TypeError, "caches must be a mapping of tensors, by layer, found Tensor"),
+        (lambda: copy_pages([cache], [(0, 1)]), TypeError, "caches must be a mapping of tensors, by layer, found list"),
+        (lambda: copy_pages({5: [cache]}, [(0, 1)]), TypeError, r"caches\[5\] must be a torch.Tensor, found list"),
+        (
+            lambda: copy_pages({5: cache}, [(0, 1), (0, 2)]),
+            ValueError,
+            r"copies must be of pages from 0 to 1, as caches\[5\] has, found 0 to 2",
+        ),
+        (lambda: copy_pages({5: cache}, [(-1, 1)]), ValueError, "copies must be of pages .* found -1 to 1"),
         (
             lambda: pages.allocate("c", 3),
             OutOfPages,

@@ -117,9 +117,11 @@ class MultiHeadAttention(nn.Module):
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised cache (batch_size, max_seqlen, 2, heads_kv, head_dim), by default like out_proj.weight.
 
-        For a block table give num_pages and page_size in the place of batch_size and max_seqlen.
+        For a block table give num_pages and page_size in the place of batch_size and max_seqlen. Raises TypeError or
+        ValueError for what is no size.
         """
-        shape = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
+        sizes = checks.count("batch_size", batch_size), checks.count("max_seqlen", max_seqlen)
+        shape = *sizes, 2, self.num_heads_kv_per_rank, self.head_dim
         weight = self.out_proj.weight  # not new_empty: of a DTensor that would be divided, too
         return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
 

@@ -20,7 +20,7 @@ from flash_attn.utils.generation.graphs import (
     update_graph_cache,
 )
 from flash_attn.utils.generation.inference_params import InferenceParams
-from flash_attn.utils.generation.pages import PageAllocator
+from flash_attn.utils.generation.pages import OutOfPages, PageAllocator
 
 
 class Steps:
@@ -155,7 +155,14 @@ class Steps:
         if self.pages is None:
             return
         assert self.params.block_table is not None  # the constructor has set it
-        rows, before = range(self.batch), self.pages.num_free
+        rows, before, page_size = range(self.batch), self.pages.num_free, self.pages.page_size
+        needed = self.batch * -(-length // page_size)  # no row shares a page
+        if needed > self.pages.num_pages:
+            raise OutOfPages(
+                f"num_pages must be at least {needed} for {self.batch} sequences of {length} tokens (padding included) "
+                f"in pages of {page_size}, found {self.pages.num_pages}: give more, or None for as many as max_length "
+                "may need"
+            )
         for row in rows:
             self.pages.append(row, length - self.pages.length(row))
         if self.pages.num_free != before:

@@ -31,14 +31,20 @@ def allocate_inference_cache(
     """Uninitialised caches (max_batch_size, max_seqlen, 2, nheads, headdim), one for each layer.
 
     layers: the number of layers, which then are keyed 0, 1, ..., or their keys. Raises TypeError if dtype is not
-    float16, bfloat16 or float32.
+    float16, bfloat16 or float32, and TypeError or ValueError for what is no size.
 
     >>> {key: tuple(cache.shape) for key, cache in allocate_inference_cache(8, 512, 4, 64, 2, "cpu").items()}
     {0: (8, 512, 2, 4, 64), 1: (8, 512, 2, 4, 64)}
     """
     if dtype not in _CACHE_DTYPES:
         raise TypeError(f"dtype must be one of {_CACHE_DTYPES}, found {dtype}")
-    shape = max_batch_size, max_seqlen, 2, nheads, headdim
+    shape = (
+        checks.count("max_batch_size", max_batch_size),
+        checks.count("max_seqlen", max_seqlen),
+        2,
+        checks.count("nheads", nheads),
+        checks.count("headdim", headdim),
+    )
     keys = range(layers) if isinstance(layers, int) else layers
     return {key: torch.empty(shape, device=device, dtype=dtype) for key in keys}
 
@@ -266,7 +272,7 @@ def pool_size(page_size: int | None, num_pages: int | None, batch_size: int, max
     page_size = checks.whole("page_size", page_size, "an integer or None")
     checks.number("page_size", page_size, page_size > 0, "positive")
     if num_pages is None:
-        return batch_size * -(-max_seqlen // page_size), page_size
+        return max(batch_size, 1) * -(-max_seqlen // page_size), page_size
     num_pages = checks.whole("num_pages", num_pages, "an integer or None")
     checks.number("num_pages", num_pages, num_pages > 0, "positive")
     return num_pages, page_size

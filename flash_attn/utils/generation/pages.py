@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flash_attn._errors import ArgumentTypeError
 from flash_attn._ops import checks
 
 Copies = list[tuple[int, int]]  # pages (from, to)
@@ -52,7 +53,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = _count("num_pages", num_pages, 1), _count("page_size", page_size, 1)
+        self.num_pages, self.page_size = checks.count("num_pages", num_pages, 1), checks.count("page_size", page_size, 1)
         self._free = list(reversed(range(self.num_pages)))  # taken from the end: lower numbers first
         self._holders = [0] * self.num_pages  # how many sequences have each page
         self._pages: dict[Hashable, list[int]] = {}
@@ -78,6 +79,7 @@ class PageAllocator:
 
     def num_needed(self, name: Hashable, count: int = 1) -> int:
         """How many free pages `append` with these arguments takes; for a name that is not known, `allocate`."""
+        count = checks.count("count", count)
         length, pages = self._lengths.get(name, 0), self._pages.get(name, ())
         is_copied = count > 0 and self._is_shared_at(pages, length)
         return max(self._pages_of(length + count) - len(pages), 0) + is_copied
@@ -85,7 +87,7 @@ class PageAllocator:
     def allocate(self, name: Hashable, length: int = 0) -> None:
         """Begin a sequence with room for `length` tokens. Raises `OutOfPages`."""
         self._check_new(name)
-        length = _count("length", length)
+        length = checks.count("length", length)
         taken = self._take(name, length, self._pages_of(length))
         self._pages[name], self._lengths[name] = taken, length
 
@@ -96,7 +98,7 @@ class PageAllocator:
         of a page that other sequences share. Raises `OutOfPages`.
         """
         self._check_known(name)
-        count = _count("count", count)
+        count = checks.count("count", count)
         pages, length = self._pages[name], self._lengths[name]
         taken = self._take(name, count, self.num_needed(name, count))
         copies = []
@@ -112,7 +114,7 @@ class PageAllocator:
     def truncate(self, name: Hashable, length: int) -> None:
         """Forget the tokens of a sequence behind the first `length`, and give back pages that it needs no more."""
         self._check_known(name)
-        length, longest = _count("length", length), self._lengths[name]
+        length, longest = checks.count("length", length), self._lengths[name]
         checks.number("length", length, length <= longest, "at most that of the sequence, {}", longest)
         pages = self._pages[name]
         while len(pages) > self._pages_of(length):
@@ -124,7 +126,7 @@ class PageAllocator:
         self._check_known(name)
         self._check_new(new_name)
         longest = self._lengths[name]
-        length = longest if length is None else _count("length", length)
+        length = longest if length is None else checks.count("length", length)
         checks.number("length", length, length <= longest, "at most that of the sequence, {}", longest)
         shared = self._pages[name][: self._pages_of(length)]
         for page in shared:
@@ -141,14 +143,20 @@ class PageAllocator:
     ) -> Tensor:
         """The pages of some sequences as int32 (sequences, columns), -1 behind the last page of each.
 
-        columns: by default as many as the sequence with the most pages has. Raises ValueError for fewer.
+        columns: by default as many as the sequence with the most pages has. Raises ValueError for fewer, and TypeError
+            for one name in the place of several.
         """
-        rows = [list(self.pages(name)) for name in names]
+        if isinstance(names, str | bytes) or not isinstance(names, Iterable):
+            raise ArgumentTypeError(f"names must be several names, as in a list, found {names!r}")
+        rows = [self.pages(name) for name in names]
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32, device="cpu")
         widest = max(map(len, rows), default=0)
-        columns = widest if columns is None else _count("columns", columns)
+        columns = widest if columns is None else checks.count("columns", columns)
         checks.number("columns", columns, columns >= widest, "at least the pages of a sequence, {}", widest)
-        table = [row + [-1] * (columns - len(row)) for row in rows]
-        return torch.tensor(table, dtype=torch.int32, device=device).view(len(rows), columns)
+        table = torch.full((len(rows), columns), -1, dtype=torch.int32, device="cpu")
+        pages = torch.tensor([page for row in rows for page in row], dtype=torch.int32, device="cpu")
+        table[torch.arange(columns, device="cpu") < lengths[:, None]] = pages
+        return table.to(torch.get_default_device() if device is None else device)
 
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
@@ -188,19 +196,33 @@ def copy_pages(caches: Mapping[Hashable, Tensor], copies: Copies) -> None:
 
     Arguments:
         caches: (num_pages, page_size, ...), by any key.
-        copies: pages (from, to).
+        copies: pages (from, to), in order: a page may be copied to one that a later pair copies from. The lists of
+            several sequences may be joined, which is faster.
+
+    Raises TypeError for caches that are no mapping of tensors, and ValueError for pages that one of them does not have.
 
     >>> caches = {0: torch.arange(3.0).view(3, 1)}
     >>> copy_pages(caches, [(1, 2)])
     >>> caches[0].flatten()
     tensor([0., 1., 1.])
     """
-    for source, target in copies:
-        for cache in caches.values():
-            cache[target].copy_(cache[source])
-
-
-def _count(name: str, value: int, least: int = 0) -> int:
-    value = checks.whole(name, value)
-    checks.number(name, value, value >= least, "at least {}", least)
-    return value
+    if not isinstance(caches, Mapping):
+        raise ArgumentTypeError(f"caches must be a mapping of tensors, by layer, found {type(caches).__name__}")
+    copies = list(copies)
+    if not copies:
+        return
+    sources, targets = (set(pages) for pages in zip(*copies, strict=True))
+    low, high = min(sources | targets), max(sources | targets)
+    for layer, cache in caches.items():
+        checks.tensor(f"caches[{layer!r}]", cache)
+        fits, found = 0 <= low and high < len(cache), f"{low} to {high}"
+        checks.number("copies", found, fits, "of pages from 0 to {}, as caches[{!r}] has", len(cache) - 1, layer)
+    at_once = 1 < len(copies) == len(targets) and targets.isdisjoint(sources)
+    indices = {cache.device: torch.tensor(copies, device=cache.device).T for cache in caches.values() if at_once}
+    for cache in caches.values():
+        if at_once:
+            read, written = indices[cache.device]
+            cache[written] = cache[read]
+        else:
+            for source, target in copies:
+                cache[target].copy_(cache[source])
