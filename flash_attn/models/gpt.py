@@ -65,6 +65,7 @@ from flash_attn.modules.block import Block, ParallelBlock, _add_and_norm, _Branc
 from flash_attn.modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings, _check_of_tokens
 from flash_attn.modules.mha import MHA, ParallelMHA
 from flash_attn.modules.mha._base import shifted
+from flash_attn.modules.mha._cache import positions
 from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
 from flash_attn.ops.fused_dense import PLAIN_LINEAR, ColumnParallelLinear, Linear, fused_dense_func
 from flash_attn.ops.triton.layer_norm import RMSNorm
@@ -590,7 +591,8 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
 
         Arguments:
             input_ids: (batch, seqlen) int64.
-            position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... from the first token if None.
+            position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... from the first token if None,
+                or with inference_params from the number of keys that the caches hold for a row, as layers count.
                 Rotary embeddings and ALiBi are relative and ignore them; then they must count up by 1 in each row. They
                 do not separate sequences within a row: learned positions that begin again at 0 there, or others that do
                 not count up, are an error like that of attention_mask.
@@ -624,6 +626,12 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
                 is_learned = self.embeddings.max_position_embeddings > 0
                 counts = _one_sequence(position_ids.expand_as(tokens), attention_mask, is_learned)
                 fits = counts if fits is None else fits & counts
+        elif inference_params is not None and self.embeddings.max_position_embeddings > 0:
+            position_ids = positions(inference_params, tokens)
+            if position_ids.dim() == 1:  # else a sequence may be longer, by its padding
+                last, limit = inference_params.seqlen_offset + tokens.shape[1], self.embeddings.max_position_embeddings
+                name, expected = "inference_params.seqlen_offset + seqlen", "at most {}, the number of positions"
+                checks.number(name, last, last <= limit, expected, limit)
         if leftpad is not None:  # padding moves behind the tokens, where causality hides it
             if position_ids is not None:
                 position_ids = shifted(position_ids.expand_as(tokens), leftpad)

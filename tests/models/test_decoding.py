@@ -162,6 +162,48 @@ def test_several_tokens_behind_a_cache(name, device):
         torch.testing.assert_close(torch.cat(found, dim=1), model(ids).logits, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("known_by", ["offset", "lengths", "padding", "lengths and padding"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "btlm learned", "llama gqa"])
+def test_positions_follow_from_what_the_caches_hold(name, known_by, paged, device):
+    """Learned ones, too: without position_ids, each row gives what it gives alone, in prompts and in later chunks."""
+    from flash_attn.utils.generation import InferenceParams, PageAllocator
+
+    model = model_of(name, device, use_flash_attn=True)
+    padding = [2, 0, 1] if "padding" in known_by else [0, 0, 0]
+    ids, leftpad = ids_of(model.config, batch=3, seqlen=12, device=device), torch.tensor(padding, device=device)
+    params = InferenceParams(max_seqlen=12, max_batch_size=4, batch_size_offset=1)
+    if "padding" in known_by:
+        params.leftpad_per_sample = torch.nn.functional.pad(leftpad, (1, 0), value=9)
+    if paged:
+        pages = PageAllocator(num_pages=13, page_size=4)
+        params.key_value_memory_dict = model.allocate_inference_cache(13, 4)
+        for row in range(4):
+            pages.allocate(row, 12)
+        params.block_table = pages.block_table(range(4), device=device)
+    found = []
+    with torch.no_grad():
+        for chunk in ids.split((6, 1, 3, 2), dim=1):
+            if "lengths" in known_by:
+                held = (params.seqlen_offset - leftpad).clamp(min=0).int()
+                params.lengths_per_sample = torch.nn.functional.pad(held, (1, 0), value=9)
+            found.append(model(chunk, inference_params=params).logits)
+            params.seqlen_offset += chunk.shape[1]
+        found = torch.cat(found, dim=1)
+        for row, first in enumerate(padding):
+            expected = model(ids[row, None, first:]).logits[0]
+            torch.testing.assert_close(found[row, first:], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_more_tokens_than_positions_behind_a_cache(device):
+    from flash_attn.utils.generation import InferenceParams
+
+    model, params = model_of("gpt2", device), InferenceParams(max_seqlen=100, max_batch_size=1, seqlen_offset=60)
+    message = r"seqlen_offset \+ seqlen must be at most 64, the number of positions, found 65"
+    with pytest.raises(ValueError, match=message):
+        model(ids_of(model.config, batch=1, seqlen=5, device=device), inference_params=params)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_of_different_lengths(name, device):
     """Padded on the left, each goes on as it would alone."""

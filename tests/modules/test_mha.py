@@ -984,6 +984,30 @@ ERRORS = {
         ValueError,
         "the length of inference_params.lengths_per_sample must be at least 4, for each row, found 3",
     ),
+    "lengths of another type": (
+        FLASH,
+        dict(inference_params=InferenceParams(9, 2, 1, 0, {0: torch.zeros(2, 9, 2, 4, 16)}, torch.zeros(2))),
+        TypeError,
+        "inference_params.lengths_per_sample must have dtype torch.int32 or torch.int64, found torch.float32",
+    ),
+    "one length": (
+        FLASH,
+        dict(inference_params=InferenceParams(9, 2, 1, 0, {0: torch.zeros(2, 9, 2, 4, 16)}, CU_SEQLENS[0])),
+        ValueError,
+        r"inference_params.lengths_per_sample must have 1 dimension \(max_batch_size\), found shape \(\)",
+    ),
+    "lengths on another device": (
+        dict(rotary_emb_dim=16),
+        dict(inference_params=InferenceParams(9, 2, 0, 0, {}, CU_SEQLENS.to("meta"))),
+        ValueError,
+        "inference_params.lengths_per_sample must be on cpu .* found it on meta",
+    ),
+    "a prompt behind keys": (
+        FLASH,
+        dict(inference_params=InferenceParams(9, 2, 0, 0, {}, torch.tensor([0, 3], dtype=torch.int32))),
+        ValueError,
+        "inference_params.seqlen_offset must be at least 3, as lengths_per_sample says, .*, found 0",
+    ),
     "padding of other rows": (
         dict(causal=True),
         dict(inference_params=InferenceParams(9, 4, 0, 2, leftpad_per_sample=CU_SEQLENS)),

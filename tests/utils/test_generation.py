@@ -322,8 +322,17 @@ def test_fewer_pages_than_the_longest_sequences_need(device):
     pages = 2 * -(-(length - 1) // 4)
     found = decode(input_ids, model, 40, vocab_size=VOCAB, eos_token_id=end, page_size=4, num_pages=pages)
     assert torch.equal(found.sequences, short.sequences)
-    with pytest.raises(OutOfPages, match=rf"at least 1 for 1 more tokens of sequence \d, found 0 of {pages}: free a"):
+    says = rf"num_pages must be at least {pages + 2} for 2 sequences of {2 * pages + 1} tokens .* of 4, found {pages}:"
+    with pytest.raises(OutOfPages, match=says):
         decode(input_ids, model, 40, vocab_size=VOCAB, page_size=4, num_pages=pages)
+    with pytest.raises(OutOfPages, match=r"num_pages must be at least 2 for 1 sequences of 6 tokens .* found 1:"):
+        decode_speculative(input_ids[:1], model, model, 40, page_size=4, num_pages=1)
+
+
+def test_pages_of_no_sequences(device):
+    model, none = Model(device=device).eval(), prompt(2, 6, device)[:0]
+    for paged in (dict(), dict(page_size=4), dict(page_size=4, num_pages=3)):
+        assert decode(none, model, 10, **paged).sequences.shape == (0, 10)
 
 
 @pytest.mark.cuda
@@ -898,6 +907,15 @@ def test_allocation(device):
         assert {(cache.shape, cache.dtype) for cache in caches.values()} == {((3, 5, 2, 2, 16), torch.float16)}
     with pytest.raises(TypeError, match="dtype must be one of"):
         generation.allocate_inference_cache(3, 5, 2, 16, 2, device, torch.int32)
+    model = Model(device=device)
+    for allocate, name in (
+        (lambda rows: generation.allocate_inference_cache(rows, 5, 2, 16, 2, device), "max_batch_size"),
+        (lambda rows: model.allocate_inference_cache(rows, 5), "batch_size"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number, found 8.5"):
+            allocate(8.5)
+        with pytest.raises(ValueError, match=f"{name} must be at least 0, found -1"):
+            allocate(-1)
 
 
 IDS = torch.zeros(2, 3, dtype=torch.int64)

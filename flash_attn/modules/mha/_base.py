@@ -132,7 +132,7 @@ class MultiHeadAttention(nn.Module):
         """
         if self.qk_norm:
             qkv = self._with_normed_heads(qkv)
-        leftpad = caches.leftpad_of_prompt(inference_params, qkv.shape[0])
+        leftpad = caches.leftpad_of_prompt(inference_params, qkv)
         if leftpad is None:
             return self._attention_of_projected(qkv, inference_params, **kwargs)
         # Moved behind the tokens, the padding is hidden by the causal mask, and token i is at position i.
@@ -200,7 +200,7 @@ class MultiHeadAttention(nn.Module):
         if inference_params is not None:
             rows, capacity = caches.size(inference_params, self.layer_idx)
             caches.check_room(qkv, inference_params, rows, capacity)
-            options = dict(seqlen_offset=caches.lengths(inference_params, qkv.shape[0]), max_seqlen=capacity)
+            options = dict(seqlen_offset=caches.lengths(inference_params, qkv), max_seqlen=capacity)
         return self.rotary_emb(qkv, num_heads_q=self.num_heads_per_rank, **options)
 
     def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
@@ -277,7 +277,7 @@ class MultiHeadAttention(nn.Module):
             v,
             rotary_cos=cos,
             rotary_sin=sin,
-            cache_seqlens=caches.lengths(inference_params, q.shape[0]),
+            cache_seqlens=caches.lengths(inference_params, q),
             block_table=block_table,
             softmax_scale=inner.softmax_scale,
             causal=inner.causal,

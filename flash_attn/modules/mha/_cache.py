@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_attn import _library
 from flash_attn._ops import checks
 
 
@@ -17,7 +18,7 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: Any) -> Tenso
     """Append kv (batch, seqlen, 2, heads_kv, head_dim) to the cache of a layer, which is made if there is none.
 
     Returns the cache of these sequences up to the last key, (batch, seqlen_offset + seqlen, 2, heads_kv, head_dim).
-    Raises ValueError if they do not fit into it, and with a block table.
+    Raises ValueError if they do not fit into it, with a block table, and for a prompt behind other keys.
     """
     if has_pages(inference_params):
         raise ValueError("inference_params.block_table must be None for a cache in one piece, found a tensor")
@@ -28,6 +29,7 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: Any) -> Tenso
     name = f"key_value_memory_dict[{layer_idx!r}]"
     checks.tensor(name, cache, shape=(None, None, *kv.shape[2:]), device=kv.device)
     rows = cache_rows(cache, kv, inference_params)
+    _check_prompt(kv, inference_params)
     end = inference_params.seqlen_offset + kv.shape[1]
     rows[:, inference_params.seqlen_offset : end] = kv
     return rows[:, :end]
@@ -100,29 +102,51 @@ def has_rows_of_different_lengths(inference_params: Any) -> bool:
     return any(each is not None for each in lengths)
 
 
-def lengths(inference_params: Any, batch: int) -> int | Tensor:
-    """How many keys the cache holds: an integer, or int32 (batch,) where rows may differ."""
-    per_sample = _of_rows("lengths_per_sample", inference_params, batch)
+def lengths(inference_params: Any, x: Tensor) -> int | Tensor:
+    """How many keys the cache holds for the rows of x: an integer, or integers (batch,) where rows may differ."""
+    per_sample = _of_rows("lengths_per_sample", inference_params, x)
     if per_sample is not None:
         return per_sample
     offset = inference_params.seqlen_offset
-    leftpad = _of_rows("leftpad_per_sample", inference_params, batch)
+    leftpad = _of_rows("leftpad_per_sample", inference_params, x)
     return offset if leftpad is None or offset == 0 else offset - leftpad
 
 
-def leftpad_of_prompt(inference_params: Any, batch: int) -> Tensor | None:
-    """How many tokens of each prompt are padding, int32 (batch,); None after the prompt, and without padding."""
+def leftpad_of_prompt(inference_params: Any, x: Tensor) -> Tensor | None:
+    """How many tokens of each row of a prompt x are padding, (batch,); None after the prompt, and without padding."""
     if inference_params is None or inference_params.seqlen_offset > 0:
         return None
-    return _of_rows("leftpad_per_sample", inference_params, batch)
+    return _of_rows("leftpad_per_sample", inference_params, x)
 
 
-def _of_rows(name: str, inference_params: Any, batch: int) -> Tensor | None:
-    """The part of a field (max_batch_size,) that belongs to the sequences of a batch; None if it is not given."""
+def positions(inference_params: Any, tokens: Tensor) -> Tensor:
+    """The position of each token (batch, seqlen, ...) in its own sequence, by which rotary embeddings rotate.
+
+    Returns (seqlen,), or (batch, seqlen) where rows may differ. Padding gets 0, which every model has.
+    """
+    first, leftpad = lengths(inference_params, tokens), leftpad_of_prompt(inference_params, tokens)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    if leftpad is not None:
+        first = first - leftpad
+    return (columns + first[:, None]).clamp(min=0) if isinstance(first, Tensor) else columns + first
+
+
+def _check_prompt(kv: Tensor, inference_params: Any) -> None:
+    """Check that the rows of a cache hold nothing before a prompt, where that waits for no device."""
+    held = _of_rows("lengths_per_sample", inference_params, kv)
+    if inference_params.seqlen_offset == 0 and held is not None and _library.can_be_read_at_once(held):
+        most = max(held.tolist(), default=0)
+        expected = "at least {}, as lengths_per_sample says, since with 0 tokens are a prompt that sees only itself"
+        checks.number("inference_params.seqlen_offset", 0, most <= 0, expected, most)
+
+
+def _of_rows(name: str, inference_params: Any, x: Tensor) -> Tensor | None:
+    """The part of a field (max_batch_size,) that belongs to the rows of x (batch, ...); None if it is not given."""
     values, first = getattr(inference_params, name, None), inference_params.batch_size_offset
     if values is None:
         return None
-    name, end = f"inference_params.{name}", first + batch
-    checks.tensor(name, values)
+    name, end = f"inference_params.{name}", first + x.shape[0]
+    checks.tensor(name, values, dtypes=checks.INTEGER_DTYPES, device=x.device)
+    checks.ndim(name, values, "(max_batch_size)")
     checks.number(f"the length of {name}", len(values), len(values) >= end, "at least {}, for each row", end)
     return values[first:end]
