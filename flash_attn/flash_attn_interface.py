@@ -666,8 +666,9 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), the last dimension contiguous; with block_table,
             (num_pages, page_size, heads_k, head_dim), any page size.
         k, v: (batch, seqlen_new, heads_k, head_dim), or None.
-        rotary_cos, rotary_sin: (at least capacity, rotary_dim / 2), contiguous, of one floating-point dtype, where
-            rotary_dim is a multiple of 16; only together with k.
+        rotary_cos, rotary_sin: (rows, rotary_dim / 2), contiguous, of one floating-point dtype, where rotary_dim is a
+            multiple of 16; only together with k. A row for each position of the cache, and of each query: these are
+            more where an entry at its end has more queries than new keys.
         cache_seqlens: int, or int32 or int64 (batch,); None means that the whole capacity is filled. A negative length
             in a tensor marks an entry that only pads the batch: whatever the other arguments hold there, nothing is
             read or appended, out is 0, and softmax_lse is +inf, or the sink if there is one.

@@ -8,11 +8,12 @@ What is computed, the shapes and the errors are those of `flash_attn.flash_attn_
 - softmax_lse is -inf where a row sees no key. It is float32 (batch, heads, seqlen_q), or (heads, total_q) where queries
   are packed, and has a gradient.
 - page_table is `block_table`, qkv may hold fewer heads of keys than of queries, and s_aux (heads,), which
-  FlashAttention-3 itself does not have but its copies in other packages do, is `learnable_sink`.
+  FlashAttention-3 itself does not have but its copies in other packages do, is `learnable_sink`. SGLang's copy calls it
+  sinks: where sequences are packed and with a cache, both names are taken.
 - pack_gqa, sm_margin and scheduler_metadata change nothing, and num_splits only matters with a cache and where
   sequences are packed.
-- qv, q_descale, k_descale and v_descale (fp8), cu_seqlens_k_new and rotary_seqlens must be None: anything else raises a
-  NotImplementedError that names it.
+- qv, q_descale, k_descale and v_descale (fp8) and rotary_seqlens must be None, and so must cu_seqlens_k_new where keys
+  are appended: anything else raises a NotImplementedError that names it.
 
 Any head_dim, GPU and CPU that `flash_attn` serves will do.
 """
@@ -128,6 +129,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Result:
     """`flash_attn.flash_attn_varlen_func` by FlashAttention-3's arguments, which the top of this module explains.
 
@@ -164,7 +166,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         num_splits=num_splits,
         deterministic=deterministic,
-        s_aux=s_aux,
+        s_aux=_one_of(s_aux=s_aux, sinks=sinks),
     )
     return (out, unseen_as_minus_inf(lse)) if return_attn_probs else out
 
@@ -259,6 +261,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Result:
     """`flash_attn.flash_attn_with_kvcache` by FlashAttention-3's arguments, which the top of this module explains.
 
@@ -306,7 +309,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
-        s_aux=s_aux,
+        s_aux=_one_of(s_aux=s_aux, sinks=sinks),
     )
     return (out, unseen_as_minus_inf(lse)) if return_softmax_lse else out
 

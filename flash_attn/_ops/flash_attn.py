@@ -820,6 +820,13 @@ def _length_name(name, names):
     return name[:-2] if names[1] == "qkv" else name
 
 
+_NO_LENGTHS = "must be a torch.Tensor, found NoneType: seqused_k stands for it only with block_table"
+_NO_LENGTHS_IN_PAGES = (
+    "seqused_k must be a torch.Tensor with block_table, found NoneType: it says how many keys each entry has in its "
+    "pages, where cu_seqlens_k does not"
+)
+
+
 def _check_qkv(names, q, k, v, options, features=False):
     """Check q, k, v, named `names`, and the arguments that divide them into entries.
 
@@ -834,14 +841,18 @@ def _check_qkv(names, q, k, v, options, features=False):
     if len(shape_q) != dims or not len(shape_k) == len(shape_v) == (4 if paged else dims):
         layout = "(tokens, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
         layout_k = "(num_pages, page_size, heads_k, head_dim)" if paged else layout
+        if varlen and not paged and len(shape_k) == 4:
+            layout_k += " without block_table"
         for name, x, expected in zip(names, (q, k, v), (layout, layout_k, layout_k), strict=True):
             checks.ndim(name, x, expected)
     if varlen:
         device = q.device
         batch = _check_cu_seqlens(_length_name("cu_seqlens_q", names), cu_seqlens_q, device)
         if options.get("seqused_k") is None or not paged:
-            name_k = _length_name("cu_seqlens_k", names)
-            checks.int32_vector(name_k, options.get("cu_seqlens_k"), batch + 1, device)
+            name_k, cu_seqlens_k = _length_name("cu_seqlens_k", names), options.get("cu_seqlens_k")
+            if cu_seqlens_k is None:
+                raise ArgumentTypeError(_NO_LENGTHS_IN_PAGES if paged else f"{name_k} {_NO_LENGTHS}")
+            checks.int32_vector(name_k, cu_seqlens_k, batch + 1, device)
     else:
         batch = shape_q[0]
     if paged:
@@ -1110,8 +1121,9 @@ def _warn_of_gradients(*tensors):
     if True in wanted:
         every = "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "attn_bias"
         names = " and ".join(itertools.compress(every, wanted))
+        verb = "requires" if sum(wanted) == 1 else "require"
         _library.warn_once(
-            f"flash_attn: {names} requires grad, but a call with a cache computes no gradients. Make such calls under "
+            f"flash_attn: {names} {verb} grad, but a call with a cache computes no gradients. Make such calls under "
             "torch.no_grad(), or train with flash_attn_func"
         )
 

@@ -408,8 +408,11 @@ BAD_CACHES = {
     "cache_batch_idx must be between 0 and 2 for entry 1, found 3": dict(cache_seqlen=1, cache_batch_idx=ints(0, 3)),
     "cache_leftpad must be between 0 and 1 for entry 0, found 2": dict(cache_seqlen=1, cache_leftpad=ints(2, 0)),
     "cache_leftpad must be between 0 and 1 for entry 1, found -1": dict(cache_seqlen=1, cache_leftpad=ints(0, -1)),
-    "block_table must name pages from 0 to 2 wherever keys are used, found 3 to 3": dict(
+    "block_table must name pages from 0 to 2 wherever keys are used, found 3 in column 0 for entry 1": dict(
         cache_seqlen=1, block_table=ints(1, 3).view(2, 1)
+    ),
+    "block_table must name pages .*, found -1 in column 1 for entry 0": dict(
+        cache_seqlen=9, block_table=ints(1, -1, 2, 0).view(2, 2)
     ),
     "pages of block_table hold": dict(cache_seqlen=15, block_table=ints(0, 1, 2, 0).view(2, 2)),
     "rotary_cos and rotary_sin must have at least 7 rows, found 4": dict(

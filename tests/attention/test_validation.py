@@ -354,7 +354,7 @@ CONTENT_ERRORS = {
         ("cu_seqlens_k: k past the end", dict(cu_seqlens_k=lengths(0, 5, 15)), r"cu_seqlens_k .*14.*found 15"),
     ],
     "varlen paged": [
-        ("block_table: no such page", replaced("block_table", lambda x: x + 1), r"block_table must .*found 1 to 6"),
+        ("block_table: no such page", replaced("block_table", lambda x: x + 1), r"block_table must .*found 6 in column 1 for entry 0"),
         ("block_table: negative page", replaced("block_table", lambda x: x - 1), r"block_table must .*found -1"),
     ],
     "_varlen_forward": [
@@ -374,7 +374,7 @@ CONTENT_ERRORS = {
     ],
     "kvcache paged": [
         ("cache_seqlens: past the pages", dict(cache_seqlens=lengths(4, 6)), r"block_table.*found 6"),
-        ("block_table: no such page", replaced("block_table", lambda x: x + 1), r"block_table must .*found 1 to 6"),
+        ("block_table: no such page", replaced("block_table", lambda x: x + 1), r"block_table must .*found 6 in column 1 for entry 0"),
     ],
 }
 # fmt: on
@@ -548,6 +548,10 @@ def test_a_cache_call_says_that_it_has_no_gradient(name):
     says = rf"{name} requires grad, but a call with a cache computes no gradients\. .*no_grad\(\)"
     with pytest.warns(RuntimeWarning, match=says):
         assert not flash_attn.flash_attn_with_kvcache(**good).requires_grad
+    if name == "v":
+        good["k"].requires_grad_()
+        with pytest.warns(RuntimeWarning, match="flash_attn: k and v require grad, but"):
+            flash_attn.flash_attn_with_kvcache(**good)
     _library.warn_once.cache_clear()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")

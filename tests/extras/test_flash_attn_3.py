@@ -253,10 +253,30 @@ def test_what_is_not_computed_is_refused(argument, name, device):
         "func": (q, k, v),
         "varlen_func": (q[0], k[0], v[0], cu_seqlens, cu_seqlens, 4, 4),
         "qkvpacked_func": (torch.stack([q, k, v], dim=2),),
-        "with_kvcache": (q, k, v),
+        "with_kvcache": (q, k, v, k, v),
     }
     with pytest.raises(NotImplementedError, match=f"{argument} must be None, found a Tensor"):
         getattr(fa3, f"flash_attn_{name}")(*arguments[name], **{argument: torch.ones(1, 4)})
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_what_engines_pass_by_other_names(paged, device):
+    """A sink by either of its names; starts of new keys where there are none, which say nothing."""
+    q, k, v, _ = Case(batch=2, seqlen_q=3, seqlen_k=8).tensors(device)
+    sink, starts, lengths = torch.randn(q.shape[2], device=device), ints(device, 0, 2, 6), ints(device, 5, 8)
+    packed = dict(cu_seqlens_q=starts, max_seqlen_q=4, causal=True)
+    if paged:
+        where = dict(cache_seqlens=lengths, page_table=ints(device, [1], [0]))
+        call, inputs = fa3.flash_attn_with_kvcache, (q.flatten(0, 1), k, v)
+        extra = dict(cu_seqlens_k_new=ints(device, 0, 5, 13))
+    else:
+        where = dict(cu_seqlens_k=ints(device, 0, 5, 13), max_seqlen_k=8)
+        call, inputs, extra = fa3.flash_attn_varlen_func, [x.flatten(0, 1) for x in (q, k, v)], {}
+    expected = call(*inputs, **packed, **where, s_aux=sink)
+    assert torch.equal(call(*inputs, **packed, **where, **extra, sinks=sink), expected)
+    assert not torch.equal(call(*inputs, **packed, **where), expected)
+    with pytest.raises(ValueError, match="s_aux must be None where sinks is given, found both"):
+        call(*inputs, **packed, **where, s_aux=sink, sinks=sink.clone())
 
 
 def test_other_refusals(device):

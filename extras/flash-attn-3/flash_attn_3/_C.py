@@ -70,7 +70,7 @@ def attention(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
-        cu_seqlens_k_new=cu_seqlens_k_new,
+        cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new,  # engines pass it without new keys, too
         rotary_seqlens=rotary_seqlens,
     )
     scores = softmax_scale, causal, window_size

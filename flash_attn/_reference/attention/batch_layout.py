@@ -172,7 +172,7 @@ def _paged(entry: int, rows: Span, keys: Span, k: torch.Tensor, block_table: tor
     page = k.shape[1]
     first, last = span.start // page, -(-span.stop // page)
     pages = block_table[entry, first:last]
-    require_pages(pages, k.shape[0])
+    require_pages(entry, first, pages, k.shape[0])
     within = slice(span.start - first * page, span.stop - first * page)
     return Part(slice(entry, entry + 1), rows, (row, within), pages.long())
 
@@ -196,12 +196,13 @@ def require_range(name: str, entry: int, found: int, low: int, high: int, why: s
         raise ArgumentError(f"{name} must be between {low} and {high} for entry {entry}, found {found}{why}")
 
 
-def require_pages(pages: torch.Tensor, num_pages: int) -> None:
-    """Raise unless every used page number is valid."""
+def require_pages(entry: int, first: int, pages: torch.Tensor, num_pages: int) -> None:
+    """Raise unless the page numbers of an entry, from column `first` of the block table on, are valid."""
     if pages.numel() and not 0 <= (bounds := pages.aminmax()).min <= bounds.max < num_pages:
+        column = int(((pages < 0) | (pages >= num_pages)).nonzero()[0])
         raise ArgumentError(
             f"block_table must name pages from 0 to {num_pages - 1} wherever keys are used,"
-            f" found {bounds.min.item()} to {bounds.max.item()}"
+            f" found {pages[column].item()} in column {first + column} for entry {entry}"
         )
 
 
