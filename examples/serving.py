@@ -18,6 +18,7 @@ queries and keys, and `flash_attn_varlen_func` with a block table attends to pag
 import argparse
 import collections
 import dataclasses
+import math
 import pathlib
 import random
 import statistics
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from flash_attn import flash_attn_varlen_func
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.utils.generation import OutOfPages, PageAllocator, copy_pages
-from tiny_lm import DTYPES, HEAD_DIM, TinyLM, mixed_precision, python_sources, train
+from tiny_lm import DTYPES, HEAD_DIM, MAX_POSITIONS, TinyLM, mixed_precision, python_sources, train
 
 PLOT = pathlib.Path(__file__).resolve().parents[1] / "demo" / "serving.png"
 
@@ -75,11 +76,7 @@ class Server:
 
     def submit(self, request):
         """Let a request wait for its turn."""
-        page_size, room = self.pages.page_size, self.pages.num_pages
-        pages = -(-(len(self.prefix) + len(request.prompt) + request.length) // page_size)
-        room -= len(self.prefix) % page_size > 0  # the last page of the prefix, of which each request has a copy
-        if pages > room:
-            raise ValueError(f"a request must have at most {room} pages, as many as the pool, found one for {pages}")
+        check_room(request, self.prefix, self.pages.num_pages, self.pages.page_size)
         self.waiting.append(request)
 
     def step(self):
@@ -155,6 +152,17 @@ class Server:
             return self.model.logits(self.model.norm(x[step.last]))
 
 
+def check_room(request, prefix, num_pages, page_size):
+    """Raise ValueError for a request that is too long for the model, or for a pool that it has for itself."""
+    tokens = len(prefix) + len(request.prompt) + request.length
+    if tokens > MAX_POSITIONS:
+        raise ValueError(f"a request must have at most {MAX_POSITIONS} tokens, as many as positions, found {tokens}")
+    room = num_pages - (len(prefix) % page_size > 0)  # the last page of the prefix, of which each request has a copy
+    pages = -(-tokens // page_size)
+    if pages > room:
+        raise ValueError(f"a request must have at most {room} pages, as many as the pool, found one for {pages}")
+
+
 class Step:
     """Where the tokens of one call are: packed one behind the other, and in pages."""
 
@@ -213,7 +221,7 @@ def random_requests(text, count, length, rate, seed):
     for name in range(count):
         start, size = draw.randrange(len(text) - 200), draw.randint(20, 120)
         prompt = text[start : start + size].tolist()
-        requests.append(Request(name, prompt, draw.randint(length // 2, length), arrival))
+        requests.append(Request(name, prompt, draw.randint(max(length // 2, 1), length), arrival))
         arrival += draw.expovariate(rate)
     return requests
 
@@ -241,8 +249,10 @@ def report(server, requests):
     shared, counts = len(server.prefix) // server.pages.page_size, server.counts
     print(f"{len(requests)} requests, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second")
     for what, values in (("first token after", first), ("then one every", between)):
-        worst = statistics.quantiles(values, n=10)[-1]
-        print(f"{what} {1e3 * statistics.median(values):.0f} ms (median), {1e3 * worst:.0f} ms (9 of 10 are faster)")
+        if values:  # requests of one token have nothing between
+            worst = sorted(values)[len(values) * 9 // 10]
+            middle = statistics.median(values)
+            print(f"{what} {1e3 * middle:.0f} ms (median), {1e3 * worst:.0f} ms (9 of 10 are faster)")
     print(
         f"{counts['steps']} steps of at most {counts['largest batch']} requests, {counts['mixed steps']} of them with "
         f"prompts beside decoding; {shared} pages of the common prefix kept once; {counts['preempted']} times a "
@@ -284,30 +294,65 @@ def plot(requests, path):
     figure.savefig(path, dpi=150)
 
 
+def whole(least, multiple=1):
+    """What reads an option that is an integer of at least `least`, and a multiple of `multiple`."""
+
+    def read(text):
+        value = int(text)
+        if value < least or value % multiple:
+            factor = f"a multiple of {multiple}, and " if multiple > 1 else ""
+            raise argparse.ArgumentTypeError(f"must be {factor}at least {least}, found {value}")
+        return value
+
+    read.__name__ = "int"  # what argparse calls it
+    return read
+
+
+def rate(text):
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive and finite, found {value}")
+    return value
+
+
+def device(text):
+    kinds = [kind for kind in DTYPES if kind == "cpu" or torch.cuda.is_available()]
+    if text.partition(":")[0] not in kinds:
+        raise argparse.ArgumentTypeError(f"must be {' or '.join(kinds)}, found {text}")
+    return torch.device(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dim", type=int, default=128, help=f"width, a multiple of {HEAD_DIM} (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="blocks (default %(default)s)")
-    parser.add_argument("--context", type=int, default=128, help="bytes that attention sees (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="training steps (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=24, help="how many (default %(default)s)")
-    parser.add_argument("--rate", type=float, default=8.0, help="requests per second (default %(default)s)")
-    parser.add_argument("--length", type=int, default=60, help="most bytes that one generates (default %(default)s)")
-    parser.add_argument("--pages", type=int, default=96, help="of the pool (default %(default)s)")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default %(default)s)")
-    parser.add_argument("--budget", type=int, default=64, help="most tokens in a step (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check", action="store_true", help="compare with each request served alone")
-    parser.add_argument("--out", type=pathlib.Path, default=PLOT, help="the plot (default: demo/serving.png)")
+    add, count = parser.add_argument, whole(1)
+    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dim", type=whole(HEAD_DIM, HEAD_DIM), default=128, help=f"width, a multiple of {HEAD_DIM} (default 128)")
+    add("--layers", type=count, default=4, help="blocks (default %(default)s)")
+    add("--context", type=count, default=128, help="bytes that attention sees (default %(default)s)")
+    add("--steps", type=count, default=60, help="training steps (default %(default)s)")
+    add("--requests", type=count, default=24, help="how many (default %(default)s)")
+    add("--rate", type=rate, default=8.0, help="requests per second (default %(default)s)")
+    add("--length", type=count, default=60, help="most bytes that one generates (default %(default)s)")
+    add("--pages", type=count, default=96, help="of the pool (default %(default)s)")
+    add("--page-size", type=count, default=16, help="tokens in a page (default %(default)s)")
+    add("--budget", type=count, default=64, help="most tokens in a step (default %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--check", action="store_true", help="compare with each request served alone")
+    add("--out", type=pathlib.Path, default=PLOT, help="the plot (default: demo/serving.png)")
     args = parser.parse_args()
 
-    torch.manual_seed(args.seed)
     training, validation = python_sources()
-    model = TinyLM(args.dim, args.layers, args.context).to(args.device)
-    train(model, training, args.steps, batch=16, seed=args.seed)
     prefix = list(b'"""Tools for text files."""\n\nimport os\nimport re\nimport sys\n\n\n')
     requests = random_requests(validation, args.requests, args.length, args.rate, args.seed)
+    try:
+        for request in requests:
+            check_room(request, prefix, args.pages, args.page_size)
+    except ValueError as error:
+        parser.error(f"{error}: give more --pages, or less --length")
+
+    torch.manual_seed(args.seed)
+    model = TinyLM(args.dim, args.layers, args.context).to(args.device)
+    train(model, training, args.steps, batch=16, seed=args.seed)
     server = Server(model, prefix, args.pages, args.page_size, args.budget)
     serve(server, requests)
     report(server, requests)

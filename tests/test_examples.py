@@ -102,6 +102,33 @@ def test_serving(tmp_path):
     )
     assert "tokens per second" in printed and "of 4 requests have the tokens" in printed
     assert path.read_bytes().startswith(b"\x89PNG")
+    printed = _run("serving.py", *model, "--requests", "1", "--length", "1", "--budget", "1", "--out", str(path))
+    assert printed.startswith("1 requests, 1 tokens") and "first token after" in printed and "one every" not in printed
+
+
+ODD_OPTIONS = {  # of the server, and what the error says
+    "--requests 0": "--requests: must be at least 1, found 0",
+    "--requests few": "--requests: invalid int value: 'few'",
+    "--budget 0": "--budget: must be at least 1, found 0",
+    "--length 0": "--length: must be at least 1, found 0",
+    "--length 9000": "a request must have at most 4096 tokens, as many as positions, found ",
+    "--rate 0": "--rate: must be positive and finite, found 0.0",
+    "--rate inf": "--rate: must be positive and finite, found inf",
+    "--steps 0": "--steps: must be at least 1, found 0",
+    "--page-size 0": "--page-size: must be at least 1, found 0",
+    "--dim 100": "--dim: must be a multiple of 64, and at least 64, found 100",
+    "--device meta": "--device: must be cuda or cpu, found meta" if torch.cuda.is_available() else "must be cpu, found",
+    "--pages 5": "a request must have at most 4 pages, as many as the pool, found one for ",
+}
+
+
+@pytest.mark.parametrize("option", ODD_OPTIONS)
+def test_serving_refuses_odd_options_before_it_trains(option, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match="2"):
+        _run("serving.py", *option.split())
+    said = capsys.readouterr().err
+    assert ODD_OPTIONS[option] in said and "training" not in said
 
 
 @pytest.mark.filterwarnings("ignore:.*copy keyword:DeprecationWarning")  # matplotlib of tensors

@@ -1120,8 +1120,8 @@ def _warn_of_gradients(*tensors):
     wanted = [x is not None and x.requires_grad for x in tensors]
     if True in wanted:
         every = "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "attn_bias"
-        names = " and ".join(itertools.compress(every, wanted))
-        verb = "requires" if sum(wanted) == 1 else "require"
+        *others, last = itertools.compress(every, wanted)
+        names, verb = (f"{', '.join(others)} and {last}", "require") if others else (last, "requires")
         _library.warn_once(
             f"flash_attn: {names} {verb} grad, but a call with a cache computes no gradients. Make such calls under "
             "torch.no_grad(), or train with flash_attn_func"

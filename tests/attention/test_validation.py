@@ -549,8 +549,9 @@ def test_a_cache_call_says_that_it_has_no_gradient(name):
     with pytest.warns(RuntimeWarning, match=says):
         assert not flash_attn.flash_attn_with_kvcache(**good).requires_grad
     if name == "v":
+        good["q"].requires_grad_()
         good["k"].requires_grad_()
-        with pytest.warns(RuntimeWarning, match="flash_attn: k and v require grad, but"):
+        with pytest.warns(RuntimeWarning, match="flash_attn: q, k and v require grad, but"):
             flash_attn.flash_attn_with_kvcache(**good)
     _library.warn_once.cache_clear()
     with torch.no_grad(), warnings.catch_warnings():
