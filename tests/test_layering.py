@@ -45,7 +45,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "layers": {"_ops", "_torch_private", "ops"},
     "losses": {"_ops", "ops", "utils"},
     "ops": {"_ops", "utils"},
-    "modules": {*FRONTS, "_ops", "bert_padding", "utils"},
+    "modules": {*FRONTS, "_library", "_ops", "bert_padding", "utils"},
     "models": {*FRONTS, "_library", "_ops", "_torch_private", "bert_padding", "utils", "modules"},
     "__init__": {"flash_attn_interface"},
     "__main__": {"_library", "_ops", *FRONTS},

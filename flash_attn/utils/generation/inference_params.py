@@ -18,12 +18,12 @@ class InferenceParams:
         on the CPU; on a GPU, where reading them would wait for the device, their keys would be overwritten.
     batch_size_offset: the row of the caches where this batch begins.
     key_value_memory_dict: the cache of each layer, by its layer_idx.
-    lengths_per_sample: int32 or int64 (max_batch_size,), how many keys each row of the caches holds, or None where that follows
-        from seqlen_offset. Layers read it on the device, so that a CUDA graph finds the lengths of its replay. After a
-        prompt, a negative number marks a row that only pads the batch: nothing is read or written for it.
-    leftpad_per_sample: int32 or int64 (max_batch_size,), how many tokens of each row of a prompt are padding on its left, or
-        None. Layers leave them out of their caches: row b then holds seqlen_offset - leftpad_per_sample[b] keys, the
-        first of them at position 0. If lengths_per_sample is given too, it must say the same.
+    lengths_per_sample: int32 or int64 (max_batch_size,), how many keys each row of the caches holds, or None where that
+        follows from seqlen_offset. Layers read it on the device, so that a CUDA graph finds the lengths of its replay.
+        After a prompt, a negative number marks a row that only pads the batch: nothing is read or written for it.
+    leftpad_per_sample: int32 or int64 (max_batch_size,), how many tokens of each row of a prompt are padding on its
+        left, or None. Layers leave them out of their caches: row b then holds seqlen_offset - leftpad_per_sample[b]
+        keys, the first of them at position 0. If lengths_per_sample is given too, it must say the same.
     writers: which layer writes to each cache, by layer_idx, to detect two layers with the same index. A copy of this
         object starts without them, since it may serve a copy of the model.
     block_table: int32 (max_batch_size, at least max_seqlen / page_size), or None. If it is given, the cache of a layer

@@ -16,7 +16,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_attn._errors import ArgumentTypeError
 from flash_attn._ops import checks
 
 Copies = list[tuple[int, int]]  # pages (from, to)
@@ -53,7 +52,8 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = checks.count("num_pages", num_pages, 1), checks.count("page_size", page_size, 1)
+        self.num_pages = checks.count("num_pages", num_pages, 1)
+        self.page_size = checks.count("page_size", page_size, 1)
         self._free = list(reversed(range(self.num_pages)))  # taken from the end: lower numbers first
         self._holders = [0] * self.num_pages  # how many sequences have each page
         self._pages: dict[Hashable, list[int]] = {}
@@ -147,7 +147,7 @@ class PageAllocator:
             for one name in the place of several.
         """
         if isinstance(names, str | bytes) or not isinstance(names, Iterable):
-            raise ArgumentTypeError(f"names must be several names, as in a list, found {names!r}")
+            raise TypeError(f"names must be several names, as in a list, found {names!r}")
         rows = [self.pages(name) for name in names]
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32, device="cpu")
         widest = max(map(len, rows), default=0)
@@ -207,7 +207,7 @@ def copy_pages(caches: Mapping[Hashable, Tensor], copies: Copies) -> None:
     tensor([0., 1., 1.])
     """
     if not isinstance(caches, Mapping):
-        raise ArgumentTypeError(f"caches must be a mapping of tensors, by layer, found {type(caches).__name__}")
+        raise TypeError(f"caches must be a mapping of tensors, by layer, found {type(caches).__name__}")
     copies = list(copies)
     if not copies:
         return
