@@ -305,7 +305,8 @@ def test_what_a_short_way_does_not_take(function, as_if_kernels, device):
             dict(v=None),
         ):
             assert taken(function, calls[0] | strange) is None, strange
-        assert taken(function, calls[1] | dict(max_seqlen_q=3)) is None
+        assert taken(function, calls[1] | dict(max_seqlen_q=3)) is not None  # q says how many rows there are
+        assert all(taken(function, calls[1] | dict(max_seqlen_q=bound)) is None for bound in (-1, 3.0))
     if function is flash_attn_varlen_func:
         assert taken(function, calls[0] | dict(seqused_k=None)) is None  # then there are no lengths of keys
 
