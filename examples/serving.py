@@ -99,7 +99,7 @@ class Server:
         return (self.prefix + request.prompt + request.tokens)[self.pages.length(request.name) :]
 
     def schedule(self):
-        """What each request reads in this step. Who generates comes first, with one token each, then prompts."""
+        """The tokens that the model reads of each request in this step: first those that generate, then prompts."""
         parts, budget = {}, self.budget
         for request in sorted(self.running, key=lambda each: len(self.unread(each)) > 1):
             budget -= self.take(parts, request, budget)
@@ -295,7 +295,7 @@ def plot(requests, path):
 
 
 def whole(least, multiple=1):
-    """What reads an option that is an integer of at least `least`, and a multiple of `multiple`."""
+    """A parser for options that are integers: at least `least`, and a multiple of `multiple`."""
 
     def read(text):
         value = int(text)

@@ -42,7 +42,7 @@ struct SharedBarrier {
 
   // The phase does not end before this thread's copies by cp.async that have been started so far have finished: they
   // count as one more arrival. Some thread must arrive after this.
-  __device__ void wait_for_copies() {
+  __device__ void expect_copies() {
     asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(&state)) : "memory");
   }
 

@@ -26,7 +26,12 @@ from torch import Tensor
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks
 from flash_attn._ops.lse import unseen_as_minus_inf
-from flash_attn.flash_attn_interface import _function_class, maybe_contiguous, round_multiple
+from flash_attn.flash_attn_interface import (
+    _function_class,
+    get_scheduler_metadata,
+    maybe_contiguous,
+    round_multiple,
+)
 from flash_attn_3._C import attention, bwd, fwd, fwd_combine
 
 __all__ = [
@@ -334,39 +339,6 @@ def flash_attn_combine(
         (torch.Size([2, 8, 4, 16]), torch.Size([2, 8, 4]))
     """
     return fwd_combine(out_partial, lse_partial, out, out_dtype)
-
-
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
-    """Returns int32 (1,), to be passed as scheduler_metadata. It says nothing: kernels here make their own schedules.
-
-    Example:
-        >>> get_scheduler_metadata(2, 1, 512, 8, 4, 64, torch.tensor([3, 5], dtype=torch.int32)).shape
-        torch.Size([1])
-    """
-    checks.tensor("cache_seqlens", cache_seqlens)
-    return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def round_up_headdim(head_size: int) -> int:

@@ -370,7 +370,7 @@ def plain_decode(
             or (appends and length is cache_seqlens is None)
             or not (length is None or 0 <= length <= _capacity(k_cache, block_table) - (0 if k is None else k.shape[1]))
             or not (rotary_cos is rotary_sin is None or _rotates_plainly(k_cache, block_table, rotary_cos, rotary_sin))
-            or not (max_seqlen_q is None if cu_seqlens_q is None else _is_plain_bound(max_seqlen_q))
+            or not _is_plain_bound(max_seqlen_q)
             or not (cu_seqlens_q is None or (rotary_cos is None and _is_plain_index(cu_seqlens_q, 1)))
             or not _takes_result(out)
         ):

@@ -607,6 +607,7 @@ def changed(problem, *, rows=None, **changes):
         (dict(num_splits=2), SERVING),
         (dict(num_splits=1), SM90),
         (dict(longest_k=0), SM80),
+        (dict(batch=0, packed_q=True), SERVING),  # only rows that belong to no entry
         (dict(batch=1, heads=2, heads_k=2, rows=128), SERVING),  # few tiles of many keys
         (dict(batch=1, heads=2, heads_k=2, rows=128, longest_k=2048), SM90),
         (dict(head_dim=512), SM90),
@@ -745,6 +746,8 @@ def test_boxes_of_pages(host, head_dim, head_dim_v):
         assert plan.box_rows == (math.gcd(page_size, keys // 2) if page_size % 8 == 0 else 0)
         assert plan_of(host, dataclasses.replace(problem, leftpad=True)).box_rows == 0
         assert plan_of(host, dataclasses.replace(problem, paged=False, num_splits=2)).box_rows == keys // 2
+        of_none = dataclasses.replace(problem, paged=False, num_splits=2, batch=0, packed_q=True)
+        assert plan_of(host, of_none).box_rows == 0
 
 
 def test_scratch_of_serving_follows_neither_batch_nor_lengths(host):

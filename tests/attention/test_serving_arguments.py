@@ -487,6 +487,25 @@ def test_negative_lengths_read_and_append_nothing(sink, packs, device):
     assert identical(call["k_cache"], before)
 
 
+@EITHER_WAY
+def test_pages_outside_of_the_pool_are_not_written(way, device):
+    """A table on a GPU is not looked at before. Entry 1 appends to such pages, entry 0 to its own."""
+    rows = 20
+    if not _library.runs_in_kernel("fwd", torch.empty(0, device=device)):
+        pytest.skip("needs kernels of attention: the reference knows the table, and raises")
+    around = torch.zeros(2, 6, 16, HEADS_K, DIM, device=device, dtype=torch.bfloat16)
+    k_cache, v_cache = around[:, 1:5]
+    q, new = (randn(3, rows, heads, DIM, device=device) for heads in (HEADS, HEADS_K))
+    table = torch.tensor([[0, 1], [-1, 4], [2, 3]], dtype=torch.int32, device=device)
+    lengths = ints(device, 0, 0, -1)
+    flash_attn_with_kvcache(
+        q, k_cache, v_cache, new, new, cache_seqlens=lengths, block_table=table, window_size=(0, 0), num_splits=1
+    )
+    expected = torch.zeros_like(around)
+    expected[:, 1:3].flatten(1, 2)[:, :rows] = new[0]
+    assert identical(around, expected)
+
+
 @pytest.mark.parametrize("seqused", [(3, 2, 1), (0, 3, 2)], ids=str)
 def test_used_rows_over_a_cache(seqused, device):
     """As the functions of newer interfaces have them."""

@@ -475,7 +475,7 @@ def in_pages(module, block_table, page_size, num_pages, max_seqlen, **fields):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("case", params(DECODING_CASES))
 def test_pages(case, page_size, device):
-    """What the cache in one piece gives: shuffled pages, NaN in all slots that no token has, some rows of the table."""
+    """Shuffled pages, with NaN in all slots that no token has, give what a cache in one piece gives."""
     module, x, _ = draw(case, device, torch.float32, seqlen=13)
     capacity, batch = 18, len(x)
     columns = -(-capacity // page_size)

@@ -14,8 +14,8 @@ struct Append {
   OptionalTensor cos, sin, q_rotated;
 };
 
-// What a forward whose options have new keys, k, appends to the cache. queries_advance: whether something besides the
-// window makes query rows see different keys, so that each has its own rotary position.
+// The new keys and values that a call appends to its cache; its options must have k. queries_advance: whether something
+// besides the window makes query rows see different keys, so that each has its own rotary position.
 Append append_of(const flash_attn::FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                  const CacheOptions& options, bool queries_advance);
 

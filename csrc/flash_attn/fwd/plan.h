@@ -86,8 +86,8 @@ struct PieceSlots {
   int* used = nullptr;             // (count), 1 where there is a piece; found and left as zeros
 };
 
-// A plan of fwd_sm90 for inference: keys in pages, packed heads, and pieces of keys. Which piece of which
-// tile comes next is read from the lengths, on the device (fwd_serving/work_list.cuh).
+// A plan of fwd_sm90 for inference: keys in pages, packed heads, and pieces of keys. Which piece of which tile comes
+// next is read from the lengths, on the device (fwd_serving/work_list.cuh).
 struct ServingPlan {
   using Kernel = ServingKernel;
   Tiling tiling;

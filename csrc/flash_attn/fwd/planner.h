@@ -280,7 +280,7 @@ inline bool suits_serving(const FwdParams& p, const FwdHints& hints) {
 // on the left, and the pattern of swizzled rows repeats every 8.
 inline int rows_of_box(const FwdParams& p, int tile_keys) {
   const auto [entries, rows] = extent_of_keys(p);
-  if (entries == 0 || rows == 0) return 0;  // of nothing there is no map
+  if (entries == 0 || rows == 0) return 0;  // a tensor map cannot be empty
   if (!has_pages(p)) return tile_keys / 2;
   const int page_size = static_cast<int>(p.pages.page_size.value);
   return p.problem.leftpad_k || page_size % 8 != 0 ? 0 : std::gcd(page_size, tile_keys / 2);

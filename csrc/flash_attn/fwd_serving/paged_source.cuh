@@ -2,9 +2,10 @@
 // and rows of queries be those of several heads.
 //
 // The four warps of the producer share the work: two copy K, the other two V and Q, each a half of the rows of each
-// tile. The first asks the scheduler for pieces; the others read from the work ring, as consumers do. How long a warp
-// takes for a tile matters, as each of its instructions waits for those of the consumer warps of the same scheduler:
-// with a warp for each tile, or with four warps for all tiles, P V waits for V. A half is copied in one of two ways:
+// tile. The first asks the scheduler for pieces; the others read from the work ring, as consumers do. How many
+// instructions a warp needs matters, as each waits for those of the consumer warps of the same scheduler, and takes
+// time from them: a warp for each tile, and four warps for every tile, were slower. A half is copied in one of two
+// ways:
 //
 // - boxes: TMA copies several rows of a page at once. For rows that are all seen, from pages whose rows can be cut into
 //   such boxes (plan.box_rows).
@@ -81,7 +82,7 @@ struct GatheredRows {
 
 // A tile is full when the copies by cp.async of all lanes have finished, and the warp has arrived.
 __device__ inline void arrive_when_copied(ptx::SharedBarrier& full) {
-  full.wait_for_copies();
+  full.expect_copies();
   __syncwarp();
   if (lane_id() == 0) full.arrive();
 }

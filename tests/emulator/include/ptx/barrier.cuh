@@ -62,7 +62,7 @@ struct SharedBarrier {
   void arrive() {
     change([](BarrierState& now) { now.pending = now.pending - 1; });
   }
-  void wait_for_copies() { finish_copies(); }
+  void expect_copies() { finish_copies(); }
   void arrive_expect_tx(int bytes) {
     change([&](BarrierState& now) { now.pending = now.pending - 1, now.bytes = now.bytes + bytes; });
   }
