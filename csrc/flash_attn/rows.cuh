@@ -52,10 +52,12 @@ struct Place {
 };
 
 // Maps keys, counted from the first that some row of the tile sees, to pages. A row that does not exist is clamped to
-// the nearest one that does: a branch around the lookup would serialize the loads of several rows. Without a block
-// table all keys are in one page, the row of the batch dimension.
+// the nearest one that does: a branch around the lookup would serialize the loads of several rows. For the same reason
+// a page that the table names, but that there is not, is replaced by the last page. Without a block table all keys are
+// in one page, the row of the batch dimension.
 struct PageTable {
   const int* pages;
+  unsigned last_page;
   Divisor page_size;
   int only_page;
   int first_position;  // of row 0
@@ -64,7 +66,8 @@ struct PageTable {
   __device__ bool has(int row) const { return static_cast<unsigned>(row) < static_cast<unsigned>(count); }
   __device__ Place find(int row) const {
     const int position = first_position + min(max(row, 0), count - 1), index = page_size.divide(position);
-    return {pages ? __ldg(pages + index) : only_page, page_size.remainder(position, index)};
+    const int page = pages ? min(static_cast<unsigned>(__ldg(pages + index)), last_page) : only_page;
+    return {page, page_size.remainder(position, index)};
   }
 };
 
@@ -142,7 +145,8 @@ __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const vo
     return {.data = first_token<T>(x, Span{0, 0, 0}, head),
             .page_stride = x.batch,
             .stride = x.seqlen,
-            .table = {pages, p.pages.page_size, static_cast<int>(work.seq.k.batch), static_cast<int>(first), count},
+            .table = {pages, static_cast<unsigned>(p.pages.count) - 1, p.pages.page_size,
+                      static_cast<int>(work.seq.k.batch), static_cast<int>(first), count},
             .row = row};
   }
 }

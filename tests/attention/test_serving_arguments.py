@@ -506,6 +506,24 @@ def test_pages_outside_of_the_pool_are_not_written(way, device):
     assert identical(around, expected)
 
 
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("rows", [1, 20])
+@EITHER_WAY
+def test_pages_outside_of_the_pool_are_not_read(way, rows, sink, device):
+    """By the kernels for few rows and for many. Entry 1 has such pages, and entry 0 gives what it gives without it."""
+    if not _library.runs_in_kernel("fwd", torch.empty(0, device=device)):
+        pytest.skip("needs kernels of attention: the reference knows the table, and raises")
+    q, caches = randn(2, rows, HEADS, DIM, device=device), randn(2, 3, 16, HEADS_K, DIM, device=device)
+    sinks = torch.full((HEADS,), 0.5, device=device) if sink else None
+    table = torch.tensor([[0, 2, 1], [-1, INT_MAX, 3]], dtype=torch.int32, device=device)
+    call = dict(k_cache=caches[0], v_cache=caches[1], causal=True, learnable_sink=sinks)
+    lengths = ints(device, 43, 45)
+    out = flash_attn_with_kvcache(q, cache_seqlens=lengths, block_table=table, **call)
+    alone = flash_attn_with_kvcache(q[:1], cache_seqlens=lengths[:1], block_table=table[:1], **call)
+    torch.testing.assert_close(out[:1], alone, rtol=2**-7, atol=2**-9)
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("seqused", [(3, 2, 1), (0, 3, 2)], ids=str)
 def test_used_rows_over_a_cache(seqused, device):
     """As the functions of newer interfaces have them."""

@@ -189,7 +189,15 @@ struct ListScheduler {
 
   __device__ bool has_tile() const { return at < end; }
 
-  // Where position `at` of the line is: the entry, and how much lies before it in the line and in slots.
+  // Which unit of the line comes next. Pieces of several entries come from both ends of the line in turn: in a mixed
+  // batch, where prompts stand before or after the rows that are decoded, some thread blocks then compute while others
+  // read from memory.
+  __device__ int64_t position() const {
+    if (p.plan.even || p.problem.batch == 1) return at;
+    return at % 2 == 0 ? at / 2 : end - 1 - at / 2;
+  }
+
+  // Where a position of the line is: the entry, and how much lies before it in the line and in slots.
   struct Place {
     int entry;
     EntryWork work;
@@ -197,18 +205,18 @@ struct ListScheduler {
     int slots_before;
   };
   // All lanes of a warp call it together.
-  __device__ Place find() const {
+  __device__ Place find(int64_t position) const {
     int record = 0;
 #pragma unroll
     for (int first = 0; first < WorkList::kRecords; first += 32) {
-      record += __popc(__ballot_sync(~0u, list.before[first + lane_id()] <= at));
+      record += __popc(__ballot_sync(~0u, list.before[first + lane_id()] <= position));
     }
     --record;
     int64_t before = list.before[record], slots_before = list.slots_before[record];
     for (int first = record * stride;; first += 32) {
       const Amount own = amount_of(first + lane_id(), p.plan.even);
       const int64_t units = sum_of_lanes(own.units), slots = sum_of_lanes(own.slots);
-      const unsigned reached = __ballot_sync(~0u, at < before + units);
+      const unsigned reached = __ballot_sync(~0u, position < before + units);
       const int lane = reached ? __ffs(reached) - 1 : 31;
       const auto of = [&](auto x) { return __shfl_sync(~0u, x, lane); };
       if (reached) {
@@ -234,9 +242,10 @@ struct ListScheduler {
 
   // The next piece. All lanes of a warp call it together.
   __device__ ServingWork<Config> work() {
-    const Place place = find();
+    const int64_t position = this->position();
+    const Place place = find(position);
     const auto [m_blocks, num_n_blocks, first_n_block] = place.work;
-    const int64_t rest = at - place.before;
+    const int64_t rest = position - place.before;
     if (p.plan.even) {
       const int tile = static_cast<int>(rest / num_n_blocks), skipped = static_cast<int>(rest % num_n_blocks);
       count = static_cast<int>(min(end - at, int64_t{num_n_blocks - skipped}));
