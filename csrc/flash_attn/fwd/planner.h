@@ -286,6 +286,10 @@ inline int rows_of_box(const FwdParams& p, int tile_keys) {
   return p.problem.leftpad_k || page_size % 8 != 0 ? 0 : std::gcd(page_size, tile_keys / 2);
 }
 
+// Whether tiles occupy nearly all thread blocks to the end, if all take equally long. Then equal shares of n_blocks
+// would gain less than merging their pieces takes.
+inline bool fills_waves(int64_t tiles, int blocks) { return 20 * tiles >= 19 * ceil_div(tiles, blocks) * blocks; }
+
 // Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.
 // With equal shares, a thread block has two pieces that are not whole tiles. Else a piece has at least 1/4 of a thread
 // block's n_blocks (choose_piece in work_list.cuh), and only tiles of more than 1.5 pieces are cut, into less than 1.5
@@ -301,10 +305,11 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
   const Tiling tiling = tiling_for(problem, packed_heads, tile_rows);
   const bool one_m_block = hints.longest_q * packed_heads <= tile_rows && packed_heads == group;
   const int blocks = std::max(1, hints.multiprocessors);
+  const int64_t whole_tiles = int64_t{problem.batch} * problem.heads_k;  // if there is one m_block
   const FwdSm90Tile tile = serving_tile(head_dim, instance_for<ServingKernel>(p), tile_rows / 64, head_dim_v);
   ServingPlan plan{.tiling = tiling,
                    .warpgroups = tile_rows / 64,
-                   .even = hints.num_splits == 0 && one_m_block,
+                   .even = hints.num_splits == 0 && one_m_block && !fills_waves(whole_tiles, blocks),
                    .num_splits = hints.num_splits,
                    .blocks = blocks,
                    .box_rows = rows_of_box(p, tile.keys),
