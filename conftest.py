@@ -9,6 +9,7 @@ import atexit
 import collections
 import ctypes
 import gc
+import multiprocessing
 import os
 import re
 import runpy
@@ -17,6 +18,7 @@ import types
 import zlib
 
 import cases
+import processes
 import pytest
 import torch
 
@@ -44,6 +46,8 @@ def pytest_configure(config):
     if config.getoption("--device") == "cpu":  # Triton looks when it is imported, which torch may do at any time
         os.environ.setdefault("TRITON_INTERPRET", "1")
     patterns = config.getoption("--emulate")
+    if hasattr(config, "workerinput"):
+        atexit.register(_end_at_once)
     if patterns:
         if config.getoption("--device") != "cpu":
             raise pytest.UsageError("--emulate needs --device=cpu")
@@ -51,6 +55,14 @@ def pytest_configure(config):
         path = str(build(patterns.split(",")))
         torch.ops.load_library(path)
         config.stash[EMULATOR] = ctypes.CDLL(path)
+
+
+def _end_at_once():
+    """A worker has reported all it had to: taking its millions of objects apart would take as long as many a file."""
+    processes.stop_all()
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -93,6 +105,13 @@ def pytest_collection():
         gc.set_threshold(20_000, 10, 20)
         gc.enable()
         atexit.register(gc.unfreeze)  # some extensions call it a leak if their objects outlive the interpreter
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish():
+    """Before a process ends, pytest looks for garbage five times: among all objects once is enough."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
