@@ -130,6 +130,7 @@ def as_bool(seen, shape):
     [pair for pair in itertools.product(FUNCTIONS, SIZES) if pair[0] not in ONLY_SQUARE or pair[1] == "prefill"],
 )
 @pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.pairwise
 def test_masks_are_those_of_transformers(function, size, padding):
     q_length, kv_length, q_offset, kv_offset = SIZES[size]
     arguments = {

@@ -503,6 +503,7 @@ def test_compiled_in_place(layout, leaf, backend, device, compile_whole):
 @pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("case", params([Case(dtype="fp32", offset="int"), Case(lengths=(5, 9), offset="int32")]))
+@pytest.mark.pairwise
 def test_compiled(case, inplace, mode, backend, device, compile_whole):
     (x, dout), (cos, sin) = case.draw(device), case.tables(device)
     arguments = case.arguments(device) | dict(cos=cos, sin=sin, inplace=inplace)

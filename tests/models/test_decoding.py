@@ -165,6 +165,7 @@ def test_several_tokens_behind_a_cache(name, device):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("known_by", ["offset", "lengths", "padding", "lengths and padding"])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "btlm learned", "llama gqa"])
+@pytest.mark.pairwise
 def test_positions_follow_from_what_the_caches_hold(name, known_by, paged, device):
     """Learned ones, too: without position_ids, each row gives what it gives alone, in prompts and in later chunks."""
     from flash_attn.utils.generation import InferenceParams, PageAllocator

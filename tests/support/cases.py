@@ -208,11 +208,13 @@ def repeated(items):
     `@pytest.mark.same_on_cpu("head_dim", "deterministic")` says that these parameters of a test, or fields of a case
     among them, choose a kernel on a GPU, but nothing in the reference or in a kernel of Triton; "case" are all fields
     of one. On the CPU so many of its tests stay that all pairs of values of the other parameters occur; where several
-    would do, the one whose values of the named parameters have occurred least.
+    would do, the one whose values of the named parameters have occurred least. `@pytest.mark.pairwise` says that pairs
+    of values are enough there, of all parameters.
     """
     tests = {}
     for item in items:
-        if item.get_closest_marker("same_on_cpu") and not any(map(item.get_closest_marker, ("slow", "cuda"))):
+        thinned = any(map(item.get_closest_marker, ("same_on_cpu", "pairwise")))
+        if thinned and not any(map(item.get_closest_marker, ("slow", "cuda"))):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     return [item for members in tests.values() for item in _beside_cover(members)]
 
@@ -221,7 +223,8 @@ def _beside_cover(items):
     """The items of one test that a pairwise cover of its parameters does without."""
     wanted, named, occurred = {}, {}, collections.Counter()
     for item in items:
-        named[item], others = _values_of(item, item.get_closest_marker("same_on_cpu").args)
+        marker = item.get_closest_marker("same_on_cpu")
+        named[item], others = _values_of(item, marker.args if marker else ())
         wanted[item] = {(), *others, *itertools.combinations(others, 2)}
     missing, left = set().union(*wanted.values()), list(items)
     while missing:

@@ -116,6 +116,7 @@ def test_there_is_a_last_checkpoint_before_the_first_validation(tmp_path, monkey
     "when", [{"every_n_train_steps": 3}, {"train_time_interval": timedelta(0)}, {"every_n_epochs": 1}, {}]
 )
 @pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.pairwise
 def test_without_the_metric_there_is_a_checkpoint_of_the_last_step(when, save_last, validates, tmp_path):
     """With no validation at all, or none yet. The best ones take its place once there are any."""
     saver = ModelCheckpointMine(tmp_path, "{step}", monitor="val/loss", save_last=save_last, **when)
