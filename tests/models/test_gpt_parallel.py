@@ -161,7 +161,7 @@ def check_generation(group, names):
     generating = "gpt2", "uneven heads", "llama", "heads with norms", "normed head", "gemma", *SHARED_KEY_HEADS
     for name in [name for name in generating if name in names]:
         whole, divided = (model.eval() for model in pair_of(group, name))
-        options = dict(max_length=12, vocab_size=VOCAB, return_dict_in_generate=True, output_scores=True)
+        options = dict(max_length=7, vocab_size=VOCAB, return_dict_in_generate=True, output_scores=True)
         expected = whole.generate(ids, **options)
         found = divided.generate(ids, tensor_parallel=dist.get_world_size(group), **options)
         assert torch.equal(found.sequences, expected.sequences)

@@ -26,6 +26,7 @@ _PRELOADED = [
     "torch.distributed",
     "torch._dynamo",
     "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
     "torch.distributed.tensor",
     "lightning",
     "families",
@@ -54,6 +55,13 @@ def stop_all():
         _GROUPS.popitem()[1].stop()
 
 
+def new_process(target, *args):
+    """A process that calls target(*args) once it is started, and has torch from its start, as those of a group."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
+    return context.Process(target=target, args=args, daemon=True)
+
+
 def half_of(group):
     """The group of the first half of the processes, or of the second, whichever has this one."""
     ranks = torch.arange(dist.get_world_size(group)).chunk(2)
@@ -63,14 +71,12 @@ def half_of(group):
 
 class _Group:
     def __init__(self, world, backend):
-        context = multiprocessing.get_context("forkserver")  # whose processes have torch when they start
-        context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
         self.folder = tempfile.TemporaryDirectory()
         file = pathlib.Path(self.folder.name, "group")
         self.connections, self.processes = [], []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, file, world, backend), daemon=True)
+            ours, theirs = multiprocessing.Pipe()
+            process = new_process(_serve, theirs, rank, file, world, backend)
             process.start()
             theirs.close()  # so that reading from ours ends when the process does
             self.connections.append(ours)

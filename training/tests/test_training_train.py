@@ -2,16 +2,16 @@
 
 import importlib.util
 import logging
+import multiprocessing
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from hydra.errors import InstantiationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from omegaconf import OmegaConf
+from processes import new_process
 
 from src import engines, train
 from src.eval import evaluate
@@ -180,30 +180,28 @@ def config_with(folder, name=None):
     return OmegaConf.create({"callbacks": callbacks, "checkpoint_dir": "elsewhere", "name": name})
 
 
-IN_THE_FOLDER = """
-import sys
-from src.utils.folders import only_run_in
-
-with only_run_in(sys.argv[1], "dirpath"):
-    print("in", flush=True)
-    sys.stdin.read()
-"""
+def stay_in(folder, connection):
+    """What another run does, from when it says so until it is killed."""
+    with folders.only_run_in(str(folder), "dirpath"):
+        connection.send("in")
+        connection.recv()
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
-    command = [sys.executable, "-c", IN_THE_FOLDER, str(tmp_path)]
-    folder, link = pathlib.Path(train.__file__).parents[1], tmp_path / "link"
+    link = tmp_path / "link"
     link.symlink_to(tmp_path)
-    with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "in\n"
-        for path in (tmp_path, link):
-            expected = f"callbacks.model_checkpoint.dirpath must be a folder of one run at a time, found {path},"
-            with pytest.raises(ValueError, match=expected), train.checkpoint_folder(config_with(path)):
-                pass
-        other.kill()
-        other.wait()
-        with train.checkpoint_folder(config_with(tmp_path)):
+    ours, theirs = multiprocessing.Pipe()
+    other = new_process(stay_in, tmp_path, theirs)
+    other.start()
+    assert ours.recv() == "in"
+    for path in (tmp_path, link):
+        expected = f"callbacks.model_checkpoint.dirpath must be a folder of one run at a time, found {path},"
+        with pytest.raises(ValueError, match=expected), train.checkpoint_folder(config_with(path)):
             pass
+    other.kill()
+    other.join()
+    with train.checkpoint_folder(config_with(tmp_path)):
+        pass
 
 
 @pytest.mark.parametrize(

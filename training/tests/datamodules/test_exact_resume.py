@@ -1,6 +1,7 @@
 """A run that is stopped and resumed sees the sequences, in the order, of one that was not, with a real Trainer."""
 
 import ast
+import functools
 import itertools
 import logging
 import os
@@ -89,16 +90,24 @@ HOOKS = {
 }
 
 
-def check(tmp_path, hook, batches, end, workers=0, drop_last=False, **options):
-    def data():
-        return Counting(23, batch_size=2, loader_workers=workers, seed=5, drop_last=drop_last)
+def numbers_of(workers=0, drop_last=False):
+    return Counting(23, batch_size=2, loader_workers=workers, seed=5, drop_last=drop_last)
 
-    path = tmp_path / "checkpoint.ckpt"
-    whole, trainer = fit(data(), **end, **options)
-    before, _ = fit(data(), [SaveAndStop(hook, batches, path)], **end, **options)
-    after, resumed = fit(data(), ckpt_path=path, **end, **options)
+
+@functools.cache
+def whole_run(drop_last, options):
+    """The module and the steps of a run with these options, (name, value)s, that nobody stops and no worker helps."""
+    module, trainer = fit(numbers_of(drop_last=drop_last), **dict(options))
+    return module, trainer.global_step
+
+
+def check(tmp_path, hook, batches, end, workers=0, drop_last=False, **options):
+    path, options = tmp_path / "checkpoint.ckpt", end | options
+    whole, steps = whole_run(drop_last, tuple(sorted(options.items())))
+    before, _ = fit(numbers_of(workers, drop_last), [SaveAndStop(hook, batches, path)], **options)
+    after, resumed = fit(numbers_of(workers, drop_last), ckpt_path=path, **options)
     assert before.seen + after.seen == whole.seen
-    assert resumed.global_step == trainer.global_step
+    assert resumed.global_step == steps
     assert after.weight == whole.weight
     return whole
 

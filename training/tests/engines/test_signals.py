@@ -1,11 +1,11 @@
 """Runs that are stopped by a signal, or killed while they save, go on as if nothing had happened."""
 
-import multiprocessing
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import new_process
 
 from src.engines import signals
 from src.utils import checkpoint as checkpoints
@@ -17,9 +17,7 @@ STEPS = 9  # of 3 batches each; an epoch has 12 batches, and validation comes af
 def run(folder, *options):
     """Returns (exit status, what was logged)."""
     log = folder / "log.txt"
-    context = multiprocessing.get_context("forkserver")  # whose processes have torch when they start
-    context.set_forkserver_preload(["torch", "lightning"])
-    process = context.Process(target=run_until_signal.main, args=([str(folder), str(STEPS), *options], log))
+    process = new_process(run_until_signal.main, [str(folder), str(STEPS), *options], log)
     process.start()
     process.join()
     return process.exitcode, log.read_text()
