@@ -1,5 +1,6 @@
 """What the tests of the harness share."""
 
+import functools
 import os
 import pickle
 
@@ -7,13 +8,25 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def files_are_parsed_once():
-    """Hydra parses some thirty files for each configuration, mostly the same ones, for half of the time that it takes.
+def nothing_is_parsed_or_composed_twice():
+    """Hydra parses some thirty files for each configuration, and the same interpolations in them, for most of its time.
 
-    A file that has changed is another one.
+    And many tests compose the same configuration, of files that stay as they are.
     """
     omegaconf = pytest.importorskip("omegaconf")
-    load, parsed = omegaconf.OmegaConf.load, {}
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from omegaconf import _utils, base
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(omegaconf.OmegaConf, "load", _loaded_once(omegaconf.OmegaConf.load))
+        patch.setattr(ConfigLoaderImpl, "load_configuration", _composed_once(ConfigLoaderImpl.load_configuration))
+        for module in (base, _utils):
+            patch.setattr(module, "parse", functools.cache(module.parse))
+        yield
+
+
+def _loaded_once(load):
+    parsed = {}
 
     def load_once(file):
         if not hasattr(file, "fileno"):
@@ -24,6 +37,17 @@ def files_are_parsed_once():
             parsed[key] = pickle.dumps(load(file))
         return pickle.loads(parsed[key])  # a copy
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(omegaconf.OmegaConf, "load", load_once)
-        yield
+    return load_once
+
+
+def _composed_once(compose):
+    composed = {}
+
+    def compose_once(self, *args, **kwargs):
+        folders = [(each.provider, each.path) for each in self.config_search_path.get_path()]
+        key = repr((folders, args, kwargs, os.getcwd()))
+        if key not in composed:
+            composed[key] = pickle.dumps(compose(self, *args, **kwargs))
+        return pickle.loads(composed[key])
+
+    return compose_once
