@@ -72,7 +72,7 @@ OPTIONS = {  # which change no number
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_attention(shape, options, dtype):
     """And its backward, which computes the scores again."""
     q, k, v = (x.to(dtype) for x in tensors(**shape))

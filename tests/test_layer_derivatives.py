@@ -410,7 +410,7 @@ DERIVATIVES = {
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("name", [name for name in TWICE if name.startswith("cross entropy")])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_rows_that_do_not_count_have_no_part_in_a_derivative(name, derivative, value, device):
     ours, _, (logits,) = problem(name, device)
     logits[1] = 0.0

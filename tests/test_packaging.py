@@ -468,7 +468,7 @@ def flash_attn_4(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", ["same folder", "folder before", "folder behind"])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_beside_flash_attn_4(installed, flash_attn_4, tmp_path, place):
     """The folder flash_attn/ that flash-attn-4 installs does not hide the package, and both have their modules."""
     if place == "same folder":

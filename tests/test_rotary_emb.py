@@ -27,7 +27,7 @@ LAYOUTS = ["halves", "interleaved", "apart", "into halves of another", "into the
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_against_float64(layout, dtype, in_place, conj, device):
     interleaved = layout == "interleaved"
     x = torch.randn(2, SEQLEN, HEADS, 2 * HALF + 4, device=device).to(DTYPES[dtype])[..., : 2 * HALF]

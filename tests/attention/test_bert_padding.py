@@ -117,7 +117,7 @@ def test_names_others_import():
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.uint8], ids=str)
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 3)])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_unpad_and_pad(mask, dtype, trailing, device):
     kept = torch.tensor(mask, dtype=torch.bool, device=device)
     x = _random(*kept.shape, *trailing, device=device)

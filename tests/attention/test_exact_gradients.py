@@ -131,7 +131,7 @@ def test_rows_in_which_few_keys_have_all_the_weight(row, kernels, device, monkey
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("seqlen_q", [3, 130])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_it_is_what_makes_them_exact(head_dims, seqlen_q, dtype, portable, kernels, device, monkeypatch):
     """Where one of 64 keys has nearly all the weight of a row, most of the error is that of a rounded out."""
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
@@ -158,7 +158,7 @@ def test_it_is_what_makes_them_exact(head_dims, seqlen_q, dtype, portable, kerne
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("seqlen_q, seqlen_k, heads_k", [(130, 1024, 4), (3, 1024, 1), (64, 4096, 2)])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_it_is_what_rounding_takes_off(head_dims, seqlen_q, seqlen_k, heads_k, dtype, portable, device, monkeypatch):
     """Values are small integers and weights 2^-n: the average is exact in float32. Few rows have splits of the keys."""
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))

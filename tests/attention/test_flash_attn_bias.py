@@ -291,7 +291,7 @@ def test_the_gradient_of_a_packed_bias_of_too_few_keys_stays_in_its_rows(portabl
 @pytest.mark.parametrize("seqlen_q", [2, 150])
 @pytest.mark.parametrize("lowest", [-math.inf, "lowest", -1e9, -1e4])
 @pytest.mark.parametrize("tiled, fixed", [(False, False), (True, False), (True, True)])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_numbers_that_hide(tiled, fixed, lowest, seqlen_q, portable, device, monkeypatch, in_kernels):
     """A row of -inf is empty, but in one of other lowest numbers all keys weigh the same. Gradients stay finite.
 

@@ -215,7 +215,7 @@ OPTIONS = {  # that leave scores of 0 as they are, or drop the same elements
 @pytest.mark.parametrize("level", [-1e4, -1e9, LOWEST], ids=str)
 @pytest.mark.parametrize("exact_gradients", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_beside_other_options(name, exact_gradients, level, device, in_kernels, monkeypatch):
     """A bias that all keys share changes no result."""
     monkeypatch.setattr(flash_attn_ops, "exact_gradients", exact_gradients)

@@ -472,7 +472,7 @@ CACHE_OPTIONS = {
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("head_dim, head_dim_v", [(32, 32), (64, 32), (288, 288)])
 @pytest.mark.parametrize("name", CACHE_OPTIONS)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_decoding(name, head_dim, head_dim_v, paged, device):
     """Appending to a cache and attending to it is attention over the keys of each entry."""
     options = {a: b.to(device) if torch.is_tensor(b) else b for a, b in CACHE_OPTIONS[name].items()}

@@ -105,7 +105,7 @@ def test_masks(name, heads_k, portable, device, monkeypatch):
 @pytest.mark.parametrize("seqlen_q", [3, 300])
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("head_dim", [96, 192, 256])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_head_dims(head_dim, portable, seqlen_q, device, monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     inputs = inputs_of(Case(seqlen_q=seqlen_q, seqlen_k=300, heads_k=2, head_dim=head_dim), device)

@@ -61,7 +61,7 @@ FACTORS = dict(
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize("case", params(make_problem(**row) for row in cover(FACTORS, valid=possible)))
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_blocks_of_any_size(case, blocks, monkeypatch):
     for name, size in zip(("_BLOCK_SCORES", "_BLOCK_ROWS", "_BLOCK_COLS", "_GROUP_KEYS"), blocks, strict=True):
         monkeypatch.setattr(head_groups, name, size)
@@ -143,7 +143,7 @@ OPERATOR = [  # lengths of q and k, key heads, options, and what the operator is
 @pytest.mark.parametrize("layout", ["contiguous", "bhsd", "last_dim_strided"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("seqlen_q, seqlen_k, heads_k, options, expected", OPERATOR)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_the_operator(seqlen_q, seqlen_k, heads_k, options, expected, dtype, layout, asked, monkeypatch):
     """It is asked for what it computes, and is at most twice as far from the results in float64 as the loops are."""
     case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k, head_dim=32, dtype=dtype, layout=layout)
@@ -198,7 +198,7 @@ def test_rows_whose_scores_are_all_minus_infinity(asked):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("heads_k", [1, 4])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_the_operator_hides_values_that_are_not_finite(heads_k, name, value, monkeypatch):
     """From rows and keys that do not see them: the results are nan and infinite where those of the loops are."""
     case = Case(seqlen_q=80, seqlen_k=80, heads_k=heads_k, dtype="fp32")

@@ -117,7 +117,7 @@ DOORS = {
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_cu_seqlens_k_is_ignored_beside_pages_and_seqused_k(door, garbage, device):
     call = paged(device)
     expected = flash_attn_varlen_func(**call, cu_seqlens_k=bounds(device, KEYS), causal=True, return_lse=True)
@@ -223,7 +223,7 @@ def options_of(name, device):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", [paged, packed])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_varlen_writes_to_out(make, layout, options, device):
     call, more = make(device), options_of(options, device)
     if "key_ranges" in more:
@@ -246,7 +246,7 @@ def assert_written(call, flag, layout):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_decoding_writes_to_out(layout, options, device):
     call, more = cached(device), options_of(options, device)
     if "key_ranges" in more:
@@ -419,7 +419,7 @@ def ragged(device, *, page=0, new=0, rotary=False, some=False, batch_idx=False, 
 @pytest.mark.parametrize(
     ("case", "page"), [(case, page) for case in RAGGED for page in (0, 5) if not (page and "batch_idx" in RAGGED[case])]
 )
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_packed_queries_over_a_cache(case, page, device):
     options = RAGGED[case] | dict(page=page)
     call, apart = ragged(device, **options), ragged(device, **options)

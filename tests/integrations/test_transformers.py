@@ -130,7 +130,7 @@ def as_bool(seen, shape):
     [pair for pair in itertools.product(FUNCTIONS, SIZES) if pair[0] not in ONLY_SQUARE or pair[1] == "prefill"],
 )
 @pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_masks_are_those_of_transformers(function, size, padding):
     q_length, kv_length, q_offset, kv_offset = SIZES[size]
     arguments = {
@@ -725,8 +725,10 @@ def test_images(device):
     check_close("logits", *results, scale=results[1].abs().max())
 
 
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("name", ["mistral", "bert"])
+@pytest.mark.parametrize(
+    "name, padding",
+    [("mistral", "none"), ("mistral", "left"), ("bert", "left"), pytest.param("bert", "none", marks=pytest.mark.slow)],
+)
 def test_compiled_models(name, padding, device):
     """In one graph, masks included."""
     model = model_of(name, device)

@@ -503,7 +503,7 @@ def test_compiled_in_place(layout, leaf, backend, device, compile_whole):
 @pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("case", params([Case(dtype="fp32", offset="int"), Case(lengths=(5, 9), offset="int32")]))
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_compiled(case, inplace, mode, backend, device, compile_whole):
     (x, dout), (cos, sin) = case.draw(device), case.tables(device)
     arguments = case.arguments(device) | dict(cos=cos, sin=sin, inplace=inplace)
@@ -519,6 +519,7 @@ def test_compiled(case, inplace, mode, backend, device, compile_whole):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("scale_base", [None, 8])
+@pytest.mark.cover(1)
 def test_compiled_module(scale_base, mode, backend, device, compile_whole):
     module = RotaryEmbedding(16, scale_base=scale_base, device=device)
     qkv, dout = torch.randn(2, 2, 9, 3, 4, 16, device=device)
@@ -656,13 +657,13 @@ def test_float64(interleaved, layout, device):
     cos, sin = random(4, 3).cos(), random(4, 3).sin()
     cu_seqlens = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
     shape, rotate = {
-        "whole": ((2, 4, 2, 8), lambda x: apply_rotary_emb(x, cos, sin, interleaved)),
-        "packed": ((1, 4, 3, 2, 8), lambda x: apply_rotary_emb_qkv_(x * 1, cos, sin, interleaved=interleaved)),
+        "whole": ((2, 4, 1, 8), lambda x: apply_rotary_emb(x, cos, sin, interleaved)),
+        "packed": ((1, 2, 3, 1, 8), lambda x: apply_rotary_emb_qkv_(x * 1, cos, sin, interleaved=interleaved)),
         "heads": (
-            (1, 4, 4, 8),
+            (1, 2, 4, 8),
             lambda x: apply_rotary_emb_qkv_(x * 1, cos, sin, interleaved=interleaved, num_heads_q=2),
         ),
-        "keys": ((1, 4, 2, 2, 8), lambda x: apply_rotary_emb_kv_(x * 1, cos, sin, interleaved)),
+        "keys": ((1, 4, 2, 1, 8), lambda x: apply_rotary_emb_kv_(x * 1, cos, sin, interleaved)),
         "sequences": (
             (4, 2, 8),
             lambda x: apply_rotary_emb(x, cos, sin, interleaved, cu_seqlens=cu_seqlens, max_seqlen=3),

@@ -106,7 +106,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=["function", "in-forward", "both", "transform", "triton"])
 @pytest.mark.parametrize(("dtype", "offset"), OFFSETS)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_losses_and_gradient(dtype, offset, way, device):
     if way is in_triton:
         pytest.importorskip("triton")

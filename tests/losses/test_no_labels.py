@@ -78,7 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize(("loss", "reduction"), CASES)
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_losses_and_gradients(loss, reduction, labels):
     labels = LABELS[labels]
     for options in OPTIONS:

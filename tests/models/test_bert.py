@@ -348,6 +348,7 @@ def stages(model, layers, **inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("variant", ["flash", "fused", "last layer apart"])
+@pytest.mark.cover(1)
 def test_half_precision(variant, dtype, device):
     """Part by part, errors as large as those of transformers' model in the same dtype, over models drawn from 8 seeds.
 
@@ -513,6 +514,7 @@ def test_rotary_positions_are_not_saved_for_transformers(tmp_path):
 
 @pytest.mark.parametrize("variant", ["plain", "fused", "untied", "last layer apart"])
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.cover(1)
 def test_save_pretrained(head, variant, tmp_path):
     options = VARIANTS[variant]
     ours = randomised(getattr(bert, head)(config_of(head, **options))).eval()

@@ -165,7 +165,7 @@ def test_several_tokens_behind_a_cache(name, device):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("known_by", ["offset", "lengths", "padding", "lengths and padding"])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "btlm learned", "llama gqa"])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_positions_follow_from_what_the_caches_hold(name, known_by, paged, device):
     """Learned ones, too: without position_ids, each row gives what it gives alone, in prompts and in later chunks."""
     from flash_attn.utils.generation import InferenceParams, PageAllocator
@@ -234,7 +234,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(device):
     assert decode_speculative(ids[:1], model, model, 30).sequences.max() < 96
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "qwen3", "falcon"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama gqa", marks=pytest.mark.slow), "qwen3", "falcon"])
 def test_compiled_steps(name, device):
     """A step behind a cache as one graph."""
     from flash_attn.utils.generation import InferenceParams

@@ -119,6 +119,7 @@ def state_dict_of(name):
 
 @pytest.mark.parametrize("padding", [1, 40])
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.cover(1)
 def test_state_dict_there_and_back(name, padding):
     case = CASES[name]
     theirs, gpt2_config = state_dict_of(name), case.ours()

@@ -796,11 +796,16 @@ def test_masks_that_do_not_fit(device):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "heads with norms", pytest.param("parallel, tied norm", marks=pytest.mark.slow)]
-)
+    "name",
+    [
+        "gpt2",
+        "heads with norms",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "parallel, tied norm")),
+    ],
+)  # a llama is what has heads with norms, without these
 def test_compiled_training(name, device):
     """The whole model and its loss as one graph."""
-    layers = 2 if name == "llama" or device.type == "cuda" else 1
+    layers = 2 if name == "heads with norms" or device.type == "cuda" else 1
     model = GPTLMHeadModel(config_of(**VARIANTS[name], **FUSED, n_layer=layers), device=device)
     x = ids(device=device)
     results = []

@@ -139,7 +139,7 @@ def test_gradients_move_too():
 @pytest.mark.parametrize("assign", [True, False])
 @pytest.mark.parametrize("without", ["nothing", "the head", "the embedding"])
 @pytest.mark.parametrize("start", ["made", "meta", "within another"])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_state_dicts(name, strict, assign, without, start):
     make, embedding, head = MODELS[name]
     first = make()

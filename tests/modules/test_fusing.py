@@ -353,7 +353,7 @@ def results(model, run):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize(("path", "name", "wrapping"), list(cases()))
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_changed_layers_are_called(path, name, wrapping):
     fused, plain, run = twins(path)
     layer = fused.get_submodule(name)

@@ -363,7 +363,7 @@ DECODING_CASES = [case for case in CASES if case.causal] + [
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("steps", [(7, 1, 1, 1, 1, 1, 1, 1), (5, 3, 1, 4)])
 @pytest.mark.parametrize("case", params(DECODING_CASES))
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_decoding_equals_the_whole(case, steps, lengths, dtype, device):
     """Token by token or several at a time, from a cache that is larger than the sequences."""
     module, x, _ = draw(case, device, DTYPES[dtype], seqlen=sum(steps))
@@ -475,7 +475,7 @@ def in_pages(module, block_table, page_size, num_pages, max_seqlen, **fields):
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("case", params(DECODING_CASES))
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_pages(case, page_size, device):
     """Shuffled pages, with NaN in all slots that no token has, give what a cache in one piece gives."""
     module, x, _ = draw(case, device, torch.float32, seqlen=13)

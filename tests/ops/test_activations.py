@@ -59,7 +59,7 @@ def assert_like_formula(function, formula, inputs, dout):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu", "silu"])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_against_float64(activation, dtype, shape, device):
     act = oracle.ACTIVATIONS[activation]
     for layout in LAYOUTS:
@@ -73,7 +73,7 @@ def test_against_float64(activation, dtype, shape, device):
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["gelu_approx", "silu"])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_halves_against_float64(activation, dtype, shape, device):
     act = oracle.ACTIVATIONS[activation]
 

@@ -716,6 +716,7 @@ def test_a_direct_call_of_the_op_is_checked(change, message, device):
     [(1, 8), (37, 33), (65, 264), (129, 8200), (2000, 1000), (2048, 768), (4001, 2304), (20_000, 7), (9, 300, 40)],
     ids=str,
 )
+@pytest.mark.cover(1)
 def test_bias_gradient(shape, dtype, device):
     """Sums of few rows and many, of rows that lie apart or are the same one, of any width."""
     wide = torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(DTYPES[dtype])

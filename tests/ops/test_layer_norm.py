@@ -373,7 +373,7 @@ def test_rms_norm_modules(zero_centered_weight, device):
 @pytest.mark.parametrize("rms, prenorm, residual", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [(5, 7), ()], ids=["rows", "one row"])
-@pytest.mark.pairwise
+@pytest.mark.cover(2)
 def test_norm_and_linear(rms, prenorm, residual, bias, rows, device):
     x, residual = torch.randn(2, *rows, 64, device=device)
     inputs = dict(

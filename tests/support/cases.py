@@ -208,24 +208,25 @@ def repeated(items):
     `@pytest.mark.same_on_cpu("head_dim", "deterministic")` says that these parameters of a test, or fields of a case
     among them, choose a kernel on a GPU, but nothing in the reference or in a kernel of Triton; "case" are all fields
     of one. On the CPU so many of its tests stay that all pairs of values of the other parameters occur; where several
-    would do, the one whose values of the named parameters have occurred least. `@pytest.mark.pairwise` says that pairs
-    of values are enough there, of all parameters.
+    would do, the one whose values of the named parameters have occurred least. `@pytest.mark.cover(2)` says that pairs
+    of values are enough there, of all parameters; `cover(1)`, that their values are, which have no part in each other.
     """
     tests = {}
     for item in items:
-        thinned = any(map(item.get_closest_marker, ("same_on_cpu", "pairwise")))
+        thinned = any(map(item.get_closest_marker, ("same_on_cpu", "cover")))
         if thinned and not any(map(item.get_closest_marker, ("slow", "cuda"))):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     return [item for members in tests.values() for item in _beside_cover(members)]
 
 
 def _beside_cover(items):
-    """The items of one test that a pairwise cover of its parameters does without."""
+    """The items of one test that a cover of the values of its parameters, or of pairs of them, does without."""
     wanted, named, occurred = {}, {}, collections.Counter()
     for item in items:
-        marker = item.get_closest_marker("same_on_cpu")
-        named[item], others = _values_of(item, marker.args if marker else ())
-        wanted[item] = {(), *others, *itertools.combinations(others, 2)}
+        same, cover = map(item.get_closest_marker, ("same_on_cpu", "cover"))
+        named[item], others = _values_of(item, same.args if same else ())
+        sizes = range(1 + (cover.args[0] if cover else 2))
+        wanted[item] = set(itertools.chain.from_iterable(itertools.combinations(others, size) for size in sizes))
     missing, left = set().union(*wanted.values()), list(items)
     while missing:
         best = max(left, key=lambda item: (len(wanted[item] & missing), -sum(occurred[pair] for pair in named[item])))

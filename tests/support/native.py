@@ -30,7 +30,11 @@ _NVCC = (
     "--expt-relaxed-constexpr",  # tests on the host call constexpr functions of the device
 )
 CUDA = (*_NVCC, "-O2", "-gencode=arch=compute_80,code=[compute_80,sm_80]", "-gencode=arch=compute_90a,code=sm_90a")
-CUDA_ON_THE_HOST = (*_NVCC, "-O0", "-gencode=arch=compute_90a,code=compute_90a")  # whose kernels are not made, nor called
+CUDA_ON_THE_HOST = (
+    *_NVCC,
+    "-O0",
+    "-gencode=arch=compute_90a,code=compute_90a",
+)  # whose kernels are not made, nor called
 
 
 class Library:

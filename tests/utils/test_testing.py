@@ -281,6 +281,7 @@ def real_tokens(queries, keys, leftpad):
 
 @pytest.mark.parametrize("options", [*WINDOWS, *CHUNKS], ids=str)
 @pytest.mark.parametrize("name", PADDING)
+@pytest.mark.cover(1)
 def test_mask_with_padding(name, options, device):
     """Each entry is as if its real tokens stood alone; if padding comes last, rows of padding count on."""
     masks = padding(name, device)

@@ -88,6 +88,7 @@ def test_strategy(options, kind):
         (["trainer.devices='0,'"], r"trainer\.devices must be a number or auto on a CPU, found \[0\]"),
     ],
 )
+@pytest.mark.cover(1)
 def test_what_cannot_run_is_found_before_the_data_is_prepared(run, arguments, says, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Data, "prepare_data", lambda self: pytest.fail("The data was prepared."))

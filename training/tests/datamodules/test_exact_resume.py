@@ -114,6 +114,7 @@ def check(tmp_path, hook, batches, end, workers=0, drop_last=False, **options):
 
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("end", [END, {"max_epochs": 3}], ids=["max_steps", "max_epochs"])
+@pytest.mark.cover(1)
 def test_resumed_run_sees_the_same_batches(tmp_path, name, end):
     hook, batches = HOOKS[name]
     whole = check(tmp_path, hook, batches, end, val_check_interval=6, check_val_every_n_epoch=None)
@@ -208,6 +209,7 @@ def fit_in_steps_of_6(index, callbacks=(), ckpt_path=None):
 
 @pytest.mark.parametrize("before, after", [(0, 1), (1, 2), (2, 3), (3, 0)])
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.cover(1)
 def test_batch_size_may_change(tmp_path, before, after, name):
     hook, step = STEPS[name]
     path = tmp_path / "checkpoint.ckpt"
