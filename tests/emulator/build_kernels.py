@@ -9,8 +9,10 @@ LD_PRELOAD=$(gcc -print-file-name=libasan.so).
 """
 
 import argparse
+import collections
 import fnmatch
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -40,11 +42,14 @@ def build(patterns: list[str]) -> Path:
     instances = runpy.run_path(str(ROOT / "csrc" / "instances.py"))["INSTANCES"]
     folder = FOLDER / "instances"
     folder.mkdir(parents=True, exist_ok=True)
-    sources = []
+    together = collections.defaultdict(str)  # those of one head dim: reading headers is more than half of compiling one
     for name in sorted({name for pattern in patterns for name in fnmatch.filter(instances, pattern)}):
+        together[re.match(r".*?_(bf16|fp16)(_\d+)?", name)[0]] += instances[name]
+    sources = []
+    for name, text in together.items():
         sources.append(folder / f"{name}.cu")
-        if not sources[-1].exists() or sources[-1].read_text() != instances[name]:
-            sources[-1].write_text(instances[name])
+        if not sources[-1].exists() or sources[-1].read_text() != text:
+            sources[-1].write_text(text)
     csrc = [path for suffix in ("cu", "cpp") for path in sorted((ROOT / "csrc").rglob(f"*.{suffix}"))]
     return _build("kernels", sources + [path for path in csrc if path not in LEFT_OUT])
 
