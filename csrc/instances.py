@@ -72,6 +72,7 @@ UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
         FEATURES.items(),
     )
 }
+SERVING_HEAD_DIMS = (*((d, d) for d in HEAD_DIMS), (192, 128))  # of keys and of values
 SERVING = {  # in tiles of 128 rows, and of 64 where there are few
     f"flash_attn_serving_sm90_{dtype}_{head_dim}{'_128' * (head_dim_v != head_dim)}_{name}{'_few' * few}": _flash_attn(
         "fwd_sm90",
@@ -79,7 +80,15 @@ SERVING = {  # in tiles of 128 rows, and of 64 where there are few
         "ServingParams",
     )
     for dtype, (head_dim, head_dim_v), (name, features), few in itertools.product(
-        TYPES, (*((d, d) for d in HEAD_DIMS), (192, 128)), PORTABLE_FEATURES.items(), (False, True)
+        TYPES, SERVING_HEAD_DIMS, PORTABLE_FEATURES.items(), (False, True)
+    )
+}
+INVARIANT = {
+    f"flash_attn_invariant_sm90_{dtype}_{head_dim}{'_128' * (head_dim_v != head_dim)}_{name}": _flash_attn(
+        "fwd_sm90", f"run_fwd_invariant<{TYPES[dtype]}, {head_dim}, {features}, {head_dim_v}>", "FwdSm90Params"
+    )
+    for dtype, (head_dim, head_dim_v), (name, features) in itertools.product(
+        TYPES, SERVING_HEAD_DIMS, PORTABLE_FEATURES.items()
     )
 }
 DMASK = {
@@ -94,7 +103,7 @@ DBIAS = {
 }
 
 # Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = PORTABLE | HOPPER | UNEQUAL_HEAD_DIMS | SERVING | DMASK | DBIAS
+INSTANCES: dict[str, str] = PORTABLE | HOPPER | UNEQUAL_HEAD_DIMS | SERVING | INVARIANT | DMASK | DBIAS
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

@@ -1,6 +1,7 @@
 // The entry points of launch.h: each chooses the kernel instance for a problem and launches it.
 #include <iterator>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
@@ -32,7 +33,8 @@ void dispatch_instance(const Params& p, Fn&& fn) {
 }
 
 template <typename Params>
-void run_built(void (*instance)(const Params&, cudaStream_t), const Params& p, cudaStream_t stream) {
+void run_built(void (*instance)(const Params&, cudaStream_t), const std::type_identity_t<Params>& p,
+               cudaStream_t stream) {
   void (*volatile linked)(const Params&, cudaStream_t) = instance;  // volatile: the compiler assumes it is not null
   const auto run = linked;
   if (run == nullptr) throw std::runtime_error("this development build of flash_attn leaves out the instance needed");
@@ -61,12 +63,17 @@ auto fwd_instance(const ServingPlan& plan) {
   return run_fwd_serving<T, kHeadDim, kFeatures, false, kHeadDimV>;
 }
 
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
+auto fwd_instance(const InvariantPlan&) {
+  return run_fwd_invariant<T, kHeadDim, kFeatures, kHeadDimV>;
+}
+
 template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   using Kernel = typename Plan::Kernel;
   dispatch_problem(p.problem, Kernel::head_dims(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
     dispatch_instance<Kernel>(p, [&](auto kFeatures) {
-      run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(plan), Planned<Plan>{p, plan}, stream);
+      run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(plan), {p, plan}, stream);
     });
   });
 }

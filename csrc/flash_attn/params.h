@@ -103,7 +103,8 @@ struct FwdParams {
   float* lse_lo;       // likewise, what rounding has taken off softmax_lse; only with a bias; may be null
   float* row_max;      // likewise, the largest score of each row, -inf where there is none; may be null
 
-  bool aligned;  // whether all rows can be moved in aligned chunks of 16 bytes
+  bool aligned;       // whether all rows can be moved in aligned chunks of 16 bytes
+  bool one_instance;  // whether calls with pages and without need the same instance, so that they have the same bits
 };
 
 // The sizes of the first two dimensions of k and v.

@@ -84,7 +84,7 @@ const char* find_decode_sizes(int head_dim, int shared_bytes, int64_t* sizes) {
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
   int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90, head_dim_v;
-  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad;
+  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad, invariance;
 };
 
 // plan: which alternative of FwdPlan it is, the four sizes of scratch, and its fields by the names of Plan in
@@ -118,6 +118,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   const FwdHints hints{.longest_q = problem->longest_q,
                        .longest_k = problem->longest_k,
                        .num_splits = static_cast<int>(problem->num_splits),
+                       .invariance = static_cast<int>(problem->invariance),
                        .multiprocessors = static_cast<int>(problem->multiprocessors),
                        .shared_bytes = static_cast<int>(problem->shared_bytes),
                        .has_sm90 = problem->has_sm90 != 0};
@@ -174,7 +175,7 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
                              Divisor(static_cast<int>(problem->batch2_size))}};
   p.row_max = problem->row_max ? any_maxima : nullptr;
   p.aligned = problem->aligned;
-  const FwdHints hints{problem->longest_q, 96, 0, 132, 227 * 1024, true};
+  const FwdHints hints{problem->longest_q, 96, 0, 0, 132, 227 * 1024, true};
   const BwdHints bwd_hints{96, 96, false, true, 132};
   BwdParams bwd{};
   bwd.problem = p.problem;
@@ -205,7 +206,7 @@ int find_appends(int head_dim, int seqlen_q, int seqlen_new, int window_left, in
   p.aligned = true;
   AppendParams append{};
   append.seqlen_new = seqlen_new;
-  const FwdHints hints{seqlen_q, 1000, 0, 132, shared_bytes, true};
+  const FwdHints hints{seqlen_q, 1000, 0, 0, 132, shared_bytes, true};
   return appends_in_decoding(p, plan_fwd(p, hints).plan, append, hints);
 }
 

@@ -3,12 +3,14 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <utility>
 #include <variant>
 
+#include "binding/boxed.h"
 #include "binding/counters.h"
 #include "binding/flash_attn/bias.h"
 #include "binding/flash_attn/problem.h"
@@ -21,6 +23,14 @@ namespace flash::binding::attention {
 namespace {
 
 using flash_attn::FwdParams;
+
+// The level of batch invariance of the process (planner.h).
+std::atomic<int> batch_invariance{0};
+
+void set_batch_invariant(int64_t level) {
+  STD_TORCH_CHECK(0 <= level && level <= 2, "level must be 0, 1 or 2, found ", level);
+  batch_invariance = static_cast<int>(level);
+}
 
 // A new tensor (batch, seqlen, heads, head_dim_v) or (tokens, heads, head_dim_v): with the strides of q, or contiguous
 // if q is packed with k and v or has another head_dim.
@@ -76,6 +86,7 @@ flash_attn::FwdHints hints_of(const FwdCall& call, int device) {
   return {.longest_q = call.longest_q,
           .longest_k = call.longest_k,
           .num_splits = static_cast<int>(std::clamp<int64_t>(call.num_splits, 0, flash_attn::kMaxSplits)),
+          .invariance = batch_invariance.load(std::memory_order_relaxed),
           .multiprocessors = num_multiprocessors(device),
           .shared_bytes = max_shared_bytes(device),
           .has_sm90 = flash_attn::has_sm90(device)};
@@ -86,7 +97,7 @@ void launch(const FwdParams& p, flash_attn::FwdChoice& choice, const Tensor& q) 
   auto& [plan, scratch] = choice;
   const cudaStream_t stream = current_stream(q);
   OptionalTensor partials;
-  const int64_t partial_size = scratch.out + scratch.softmax + scratch.records;
+  const int64_t partial_size = num_partials(scratch);
   if (partial_size > 0) partials = new_tensor({partial_size}, aoti_torch_dtype_float32(), q);
   std::optional<Counters> counters;
   if (scratch.counters > 0) counters = zero_counters(scratch.counters, q, stream);
@@ -171,6 +182,7 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   }
   p.aligned = all_aligned(p);
   const flash_attn::FwdHints hints = hints_of(call, q.get_device_index());
+  p.one_instance = hints.invariance == 2;
   place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
   flash_attn::FwdChoice choice = plan_fwd(p, hints);
   if (append != nullptr && appends_in_decoding(p, choice.plan, append->p, hints)) {
@@ -181,6 +193,12 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
     choice = plan_fwd(p, hints);
   }
   launch(p, choice, q);
+}
+
+// The op has no tensor that would say which device it is for.
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_attn, m) { m.def("set_batch_invariant(int level) -> ()"); }
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
+  m.impl("set_batch_invariant", Boxed<&set_batch_invariant>::call);
 }
 
 }  // namespace flash::binding::attention

@@ -16,7 +16,7 @@ struct FwdSm80Kernel {
 
   static bool takes(Features instance, const FwdParams& p) {
     if (instance == Features::kAll) return true;
-    return is_plain(p) && !has_bias(p.problem) && !has_ranges(p.problem) && !has_pages(p) &&
+    return !p.one_instance && is_plain(p) && !has_bias(p.problem) && !has_ranges(p.problem) && !has_pages(p) &&
            p.problem.head_dim_v == p.problem.head_dim;
   }
   static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
@@ -45,6 +45,9 @@ struct ServingKernel {
   }
   static HeadDims head_dims(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v); }
 };
+
+// Instances of fwd_sm90 for dense tensors that compute as those for serving do. They may have out_lo, but no pages.
+struct InvariantKernel : ServingKernel {};
 
 struct FwdSm90Kernel {
   static constexpr Features kInstances[] = {Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll};

@@ -13,6 +13,7 @@ struct FwdSm80Kernel;  // fwd/kernels.h says what they can do
 struct DecodeKernel;
 struct FwdSm90Kernel;
 struct ServingKernel;
+struct InvariantKernel;
 
 // How the query rows of all entries and heads are cut into tiles. A row is a pair of a token and one of `packed_heads`
 // query heads that share a key head. Each group of packed heads has `slots` slots, each for at most one tile: in each
@@ -35,6 +36,15 @@ struct KeySplits {
   float* out = nullptr;      // (tiles, count * rows, channels), O before normalization, in the kernel's own order
   float* softmax = nullptr;  // maxima and sums of these rows
   int* arrivals = nullptr;   // (tiles), how many splits are done; the kernel finds zeros and leaves zeros
+};
+
+// Keys in pieces of a fixed length: each begins at a multiple of n_blocks, counted from an entry's first key. A thread
+// block that computes several pieces of a tile takes the last first, and folds each into the total of those before
+// (Consumer::fold). What the pieces of a tile are, and so the bits of its results, then depends on no other tile.
+struct FixedPieces {
+  int n_blocks = 0;  // of a piece; 0: keys are not divided
+  float* totals =
+      nullptr;  // of each thread block, (rows of a tile, channels), where shared memory has no room for them
 };
 
 struct FwdSm80Plan {
@@ -64,8 +74,14 @@ struct FwdSm90Plan {
   Tiling tiling;
   bool wide = false;  // whether to use the larger tile for long sequences (has_wide_tile)
   TileSwizzle swizzle;
+  FixedPieces pieces;    // only in an InvariantPlan
   int blocks = 0;        // of the grid: persistent thread blocks, or a cluster of them for each tile
   int* taken = nullptr;  // (1), how many tiles were taken besides the first of each block; found and left as 0
+};
+
+// The same for instances that compute what those for serving do, with the same bits (batch invariance in planner.h).
+struct InvariantPlan : FwdSm90Plan {
+  using Kernel = InvariantKernel;
 };
 
 // One thread block's results for a piece of a tile's keys, as merge_pieces finds them. A tile's pieces are counted from
@@ -81,7 +97,7 @@ struct PieceRecord {
 struct PieceSlots {
   int count = 0;
   float* out = nullptr;            // (count, rows of a tile, channels of the instance), sums of exp(s) v
-  float* softmax = nullptr;        // (count, rows of a tile, 2), maxima in units of log 2, and sums of exponentials
+  float* softmax = nullptr;        // (count, rows of a tile, 2), maxima and sums of exponentials
   PieceRecord* records = nullptr;  // (count)
   int* used = nullptr;             // (count), 1 where there is a piece; found and left as zeros
 };
@@ -96,11 +112,12 @@ struct ServingPlan {
   int num_splits = 0;  // pieces of a tile, if not `even`; 0: as many as occupy the GPU
   int blocks = 0;      // of the grid
   int box_rows = 0;    // of the boxes in which TMA copies K and V, a multiple of 8; 0: none, they are gathered
+  FixedPieces pieces;  // if there are any, not `even`, and tiles are cut into these or not at all
   PieceSlots slots;
   int* taken = nullptr;  // (1), as in FwdSm90Plan
 };
 
-using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan>;
+using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan, InvariantPlan>;
 
 // The parameters of a kernel: the problem and the plan of this kernel.
 template <typename Plan>

@@ -24,6 +24,7 @@ struct FwdHints {
   int64_t longest_q;  // no entry has more rows
   int64_t longest_k;  // no entry has more keys
   int num_splits;     // 0: as many as is best
+  int invariance;     // the level of batch invariance: 0, 1 or 2
   int multiprocessors;
   int shared_bytes;  // that a thread block can have
   bool has_sm90;     // whether fwd_sm90 can run on the device
@@ -33,6 +34,7 @@ struct FwdHints {
 struct FwdScratch {
   int64_t out = 0;       // of KeySplits::out
   int64_t softmax = 0;   // of KeySplits::softmax
+  int64_t totals = 0;    // of FixedPieces
   int64_t records = 0;   // of PieceSlots::records, in elements of 4 bytes
   int64_t counters = 0;  // zeros
 };
@@ -99,17 +101,26 @@ inline FwdScratch scratch_of(const Tiling& tiling, const KeySplits& splits, int 
   return {.out = rows * head_dim, .softmax = 2 * lanes * rows, .counters = num_tiles(tiling)};
 }
 
-// Points a plan to its scratch: `partials` has scratch.out + scratch.softmax + scratch.records elements; `counters` are
-// zeros.
+// The elements of KeySplits, PieceSlots and FixedPieces in a plan's scratch, apart from counters.
+inline int64_t num_partials(const FwdScratch& scratch) {
+  return scratch.out + scratch.softmax + scratch.totals + scratch.records;
+}
+
+// Points a plan to its scratch: `partials` has num_partials(scratch) elements; `counters` are zeros.
 inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partials, int* counters) {
   if (auto* on_sm90 = std::get_if<FwdSm90Plan>(&plan)) {
     on_sm90->taken = counters;
     return;
   }
+  if (auto* invariant = std::get_if<InvariantPlan>(&plan)) {
+    invariant->pieces.totals = partials, invariant->taken = counters;
+    return;
+  }
   if (auto* serving = std::get_if<ServingPlan>(&plan)) {
     PieceSlots& slots = serving->slots;
-    slots.out = partials, slots.softmax = partials + scratch.out;
-    slots.records = reinterpret_cast<PieceRecord*>(partials + scratch.out + scratch.softmax);
+    serving->pieces.totals = partials;
+    slots.out = partials + scratch.totals, slots.softmax = slots.out + scratch.out;
+    slots.records = reinterpret_cast<PieceRecord*>(slots.softmax + scratch.softmax);
     serving->taken = counters, slots.used = counters + 1;
     return;
   }
@@ -214,7 +225,7 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
 // Whether it pays to copy the bias, or a bool mask as a bias, to a layout that TMA can copy tiles from: fwd_sm90
 // would then read it in tiles.
 inline bool wants_tiled_bias(const FwdParams& p, const FwdHints& hints) {
-  return !suits_decoding(p.problem, hints) && suits_sm90(p, hints) && p.row_max == nullptr &&
+  return hints.invariance == 0 && !suits_decoding(p.problem, hints) && suits_sm90(p, hints) && p.row_max == nullptr &&
          could_tile_bias<FwdSm90Kernel>(p.problem);
 }
 
@@ -243,22 +254,26 @@ inline int swizzled_heads(const Problem& p, int multiprocessors) {
   return together;
 }
 
+// A plan for persistent thread blocks, or clusters of them, whose tiles have so many rows.
+inline FwdSm90Plan plan_in_tiles(const FwdParams& p, const FwdHints& hints, int tile_rows) {
+  const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
+  const int heads = swizzled_heads(p.problem, hints.multiprocessors), tiles = num_tiles(tiling);
+  const int cluster_size = channel_slices(FwdSm90Kernel::head_dims(p.problem).of_keys);
+  return {.tiling = tiling,
+          .swizzle = {.heads = Divisor(heads), .tiles = Divisor(heads * static_cast<int>(tiling.slots.value))},
+          .pieces = {},
+          .blocks = cluster_size > 1 ? cluster_size * tiles : std::min(tiles, hints.multiprocessors)};
+}
+
 inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
-  const auto [head_dim, head_dim_v] = sm90_head_dims(p.problem.head_dim, p.problem.head_dim_v);
+  const auto [head_dim, head_dim_v] = FwdSm90Kernel::head_dims(p.problem);
   const Features features = instance_for<FwdSm90Kernel>(p);
   const bool wide = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
-  const int tile_rows = 64 * fwd_sm90_tile(head_dim, features, wide, head_dim_v).warpgroups;
-  const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
-  const int heads = swizzled_heads(p.problem, hints.multiprocessors);
   const bool one_bias = features == Features::kBiased && !p.problem.cu_seqlens_q && bias_tensor(p.problem).batch == 0;
-  const int tiles = num_tiles(tiling), cluster_size = channel_slices(head_dim);
-  return {FwdSm90Plan{.tiling = tiling,
-                      .wide = wide,
-                      .swizzle = {.heads = Divisor(heads),
-                                  .tiles = Divisor(heads * static_cast<int>(tiling.slots.value)),
-                                  .entries_of_bias = Divisor(one_bias ? p.problem.batch : 1)},
-                      .blocks = cluster_size > 1 ? cluster_size * tiles : std::min(tiles, hints.multiprocessors)},
-          {.counters = cluster_size > 1 ? 0 : 1}};
+  FwdSm90Plan plan = plan_in_tiles(p, hints, 64 * fwd_sm90_tile(head_dim, features, wide, head_dim_v).warpgroups);
+  plan.wide = wide;
+  plan.swizzle.entries_of_bias = Divisor(one_bias ? p.problem.batch : 1);
+  return {plan, {.counters = channel_slices(head_dim) > 1 ? 0 : 1}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -290,12 +305,18 @@ inline int rows_of_box(const FwdParams& p, int tile_keys) {
 // would gain less than merging their pieces takes.
 inline bool fills_waves(int64_t tiles, int blocks) { return 20 * tiles >= 19 * ceil_div(tiles, blocks) * blocks; }
 
+// The elements of the totals of fixed pieces.
+inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, int head_dim_v) {
+  return pieces.n_blocks > 0 ? int64_t{blocks} * rows * head_dim_v : 0;
+}
+
 // Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.
 // With equal shares, a thread block has two pieces that are not whole tiles. Else a piece has at least 1/4 of a thread
 // block's n_blocks (choose_piece in work_list.cuh), and only tiles of more than 1.5 pieces are cut, into less than 1.5
-// times as many pieces as they are long: so there are less than 6 pieces for each thread block.
-inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
-  constexpr int64_t kMostSlots = 1 << 13;
+// times as many pieces as they are long: so there are less than 6 pieces for each thread block. With pieces of fixed
+// length, fewer tiles are cut if there would be more than kMostFixedSlots.
+inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const FixedPieces& pieces = {}) {
+  constexpr int64_t kMostSlots = 1 << 13, kMostFixedSlots = 1 << 12;
   const Problem& problem = p.problem;
   const auto [head_dim, head_dim_v] = ServingKernel::head_dims(problem);
   const int group = problem.heads / problem.heads_k;
@@ -313,9 +334,14 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
                    .num_splits = hints.num_splits,
                    .blocks = blocks,
                    .box_rows = rows_of_box(p, tile.keys),
+                   .pieces = pieces,
                    .slots = {}};
   int64_t slots = plan.even ? 2 * blocks : 6 * blocks;
-  if (hints.num_splits > 0) {
+  if (hints.invariance > 0) {
+    const int64_t most = 1 + ceil_div(hints.longest_k, int64_t{tile.keys} * std::max(1, pieces.n_blocks));
+    plan.even = false, plan.num_splits = 0;
+    slots = pieces.n_blocks > 0 ? std::min(num_tiles(tiling) * most, kMostFixedSlots) : 0;
+  } else if (hints.num_splits > 0) {
     const int64_t tiles = std::max(1, num_tiles(tiling));
     plan.num_splits = static_cast<int>(std::clamp<int64_t>(kMostSlots / tiles, 1, hints.num_splits));
     slots = plan.num_splits == 1 ? 0 : tiles * plan.num_splits;
@@ -323,7 +349,11 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints) {
   plan.slots.count = static_cast<int>(slots);
   const int64_t rows = slots * tile_rows, record_words = sizeof(PieceRecord) / sizeof(int);
   return {plan,
-          {.out = rows * head_dim_v, .softmax = 2 * rows, .records = slots * record_words, .counters = 1 + slots}};
+          {.out = rows * head_dim_v,
+           .softmax = 2 * rows,
+           .totals = size_of_totals(pieces, blocks, tile_rows, head_dim_v),
+           .records = slots * record_words,
+           .counters = 1 + slots}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -358,8 +388,86 @@ inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
   return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, lanes_of_row)};
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Batch invariance
+
+// From level 1 on, the bits of an entry depend on no other; from level 2 on, those of a row depend neither on which
+// rows and how many keys a call has beside it, nor on which function was called (docs/guides/batch_invariance.md). What
+// can change a bit:
+//
+// - the kernel and its features, which decide how scores are scaled and multiplied;
+// - how many keys an n_block has, and that n_blocks begin at multiples of it from an entry's first key on;
+// - the order of n_blocks, the last first, and where they are divided: at multiples of FixedPieces, or nowhere;
+// - how pieces are put together: Fold (scores/softmax.cuh), the last keys first;
+// - the maximum that exponentials are relative to, of each row by itself; the division, and the sink, at the end.
+//
+// What cannot: how many rows a tile has, whether heads are packed, n_blocks that a row does not see, pages and where
+// they lie, who copies and who computes. So a choice among kernels that agree in the former may depend on the batch. On
+// Hopper these are the instances for serving and the invariant ones for dense tensors; the portable kernel, without
+// splits, is for all that those do not take.
+
+// How long pieces are. Folding them costs prompts, and merging them costs a few long entries, less the longer they are;
+// but few entries then occupy fewer multiprocessors.
+inline FixedPieces fixed_pieces(const FwdParams& p, const FwdHints& hints) {
+  constexpr int kPieceKeys = 4096;
+  const auto [head_dim, head_dim_v] = ServingKernel::head_dims(p.problem);
+  const int n_blocks = kPieceKeys / serving_tile(head_dim, instance_for<ServingKernel>(p), 2, head_dim_v).keys;
+  const bool whole = hints.invariance == 1 && hints.num_splits == 1;
+  return {.n_blocks = whole ? 0 : n_blocks};
+}
+
+// For dense tensors. Where all keys are in one piece, the ordinary instance does it, if it has the same features and as
+// many keys in an n_block.
+inline FwdChoice plan_invariant_dense(const FwdParams& p, const FwdHints& hints, const FixedPieces& pieces) {
+  const auto [head_dim, head_dim_v] = InvariantKernel::head_dims(p.problem);
+  const Features features = instance_for<InvariantKernel>(p);
+  const FwdSm90Tile tile = invariant_tile(head_dim, features, head_dim_v);
+  const FwdChoice ordinary = plan_fwd_sm90(p, hints);
+  const bool wide = std::get<FwdSm90Plan>(ordinary.plan).wide;
+  const bool one_piece = pieces.n_blocks == 0 || hints.longest_k <= pieces.n_blocks * tile.keys;
+  if (one_piece && instance_for<FwdSm90Kernel>(p) == features &&
+      fwd_sm90_tile(head_dim, features, wide, head_dim_v).keys == tile.keys) {
+    return ordinary;
+  }
+  const int tile_rows = 64 * tile.warpgroups;
+  InvariantPlan plan{plan_in_tiles(p, hints, tile_rows)};
+  plan.pieces = pieces;
+  return {plan, {.totals = size_of_totals(pieces, plan.blocks, tile_rows, head_dim_v), .counters = 1}};
+}
+
+// Whether it is left to the portable kernel whichever function computes it.
+inline bool is_left_to_sm80(const Problem& p) {
+  return p.rng_state != nullptr || has_bias(p) || p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0 ||
+         ServingKernel::head_dims(p).of_keys > 256;
+}
+
+inline FwdChoice plan_invariant_sm80(const FwdParams& p, FwdHints hints) {
+  hints.num_splits = 1;
+  return plan_fwd_sm80(p, hints);
+}
+
+inline FwdChoice plan_invariant(const FwdParams& p, const FwdHints& hints) {
+  const Problem& problem = p.problem;
+  if (!hints.has_sm90 || is_left_to_sm80(problem)) return plan_invariant_sm80(p, hints);
+  const auto refuse = [&](const std::string& what) {
+    if (hints.invariance < 2) return;
+    throw std::invalid_argument(what + " where the level of batch invariance is 2: serving could not equal it");
+  };
+  if (!p.aligned) refuse("q, k, v and out must have rows that begin at multiples of 16 bytes");
+  if (p.row_max != nullptr) refuse("the largest scores cannot be returned");
+  if (problem.capacity_k == 0 || !p.aligned || p.row_max != nullptr) return plan_invariant_sm80(p, hints);
+  FwdHints any_splits = hints;
+  any_splits.num_splits = 0;
+  const FixedPieces pieces = fixed_pieces(p, hints);
+  const bool dense = !has_pages(p) && problem.seqlen_k > 0 && problem.batch > 0;
+  const bool many_rows = suits_sm90(p, any_splits) && !suits_serving(p, any_splits);
+  return dense && (many_rows || p.out_lo.data != nullptr) ? plan_invariant_dense(p, hints, pieces)
+                                                          : plan_serving(p, hints, pieces);
+}
+
 // Chooses the kernel. fwd_sm80 takes all that the others do not.
 inline FwdChoice plan_fwd(const FwdParams& p, const FwdHints& hints) {
+  if (hints.invariance > 0) return plan_invariant(p, hints);
   if (suits_decoding(p.problem, hints)) return plan_decode(p, hints);
   if (suits_serving(p, hints)) return plan_serving(p, hints);
   if (suits_sm90(p, hints)) return plan_fwd_sm90(p, hints);

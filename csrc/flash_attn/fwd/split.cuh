@@ -22,44 +22,59 @@ __device__ void for_each_row(int row0, int count, Fn&& fn) {
   }
 }
 
-// One thread's part of the scratch of a split; slot = tile * splits + split. Neighbouring threads are 16 bytes apart.
+// One thread's part of O of a tile in memory, row by row. Neighbouring threads are 16 bytes apart.
+template <int kThreads, int kRows, int kCols>
+struct StoredOutput {
+  static constexpr int kVectors = kCols / 16;  // of four columns
+  float4* data;
+
+  __device__ StoredOutput(void* out, int64_t slot)
+      : data(static_cast<float4*>(out) + slot * kThreads * kRows * kCols / 128 + threadIdx.x) {}
+
+  __device__ void store(int r, const Fragment<kRows, kCols>& o) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      data[(r * kVectors + i) * kThreads] = {o(r, 4 * i), o(r, 4 * i + 1), o(r, 4 * i + 2), o(r, 4 * i + 3)};
+    }
+  }
+
+  // Folds a row of o into what is stored, with the result in o. load: how an element of data is read.
+  template <typename Load>
+  __device__ void fold(int r, Fragment<kRows, kCols>& o, const Fold& fold, Load&& load) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float4 x = load(data + (r * kVectors + i) * kThreads);
+      o(r, 4 * i) = fold(x.x, o(r, 4 * i));
+      o(r, 4 * i + 1) = fold(x.y, o(r, 4 * i + 1));
+      o(r, 4 * i + 2) = fold(x.z, o(r, 4 * i + 2));
+      o(r, 4 * i + 3) = fold(x.w, o(r, 4 * i + 3));
+    }
+  }
+};
+
+// One thread's part of the scratch of a split; slot = tile * splits + split.
 template <int kThreads, int kRows, int kCols>
 struct PartialState {
-  static constexpr int kLaneRows = kRows / 8, kVectors = kCols / 16;  // of four columns
-  float4* out;
+  StoredOutput<kThreads, kRows, kCols> out;
   float2* softmax;
 
   __device__ PartialState(const KeySplits& splits, int64_t slot)
-      : out(reinterpret_cast<float4*>(splits.out) + slot * kLaneRows * kVectors * kThreads + threadIdx.x),
-        softmax(reinterpret_cast<float2*>(splits.softmax) + slot * kLaneRows * kThreads + threadIdx.x) {}
+      : out(splits.out, slot),
+        softmax(reinterpret_cast<float2*>(splits.softmax) + slot * kRows / 8 * kThreads + threadIdx.x) {}
 
   template <bool kSubtractsFirst>
   __device__ void store(int r, const Fragment<kRows, kCols>& o,
                         const OnlineSoftmax<kRows, kSubtractsFirst>& state) const {
     softmax[r * kThreads] = {state.max[r], state.sum[r]};
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      out[(r * kVectors + i) * kThreads] = {o(r, 4 * i), o(r, 4 * i + 1), o(r, 4 * i + 2), o(r, 4 * i + 3)};
-    }
+    out.store(r, o);
   }
 
   // Merges what is stored into (o, state). __ldcg reads from L2: other SMs have written it.
   template <bool kSubtractsFirst>
   __device__ void merge_into(int r, Fragment<kRows, kCols>& o, OnlineSoftmax<kRows, kSubtractsFirst>& state) const {
     const float2 other = __ldcg(softmax + r * kThreads);
-    const float max = fmaxf(state.max[r], other.x);
-    const float own_weight = weight_of(state.max[r], max, state.scale_log2);
-    const float other_weight = weight_of(other.x, max, state.scale_log2);
-    state.max[r] = max;
-    state.sum[r] = state.sum[r] * own_weight + other.y * other_weight;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const float4 x = __ldcg(out + (r * kVectors + i) * kThreads);
-      o(r, 4 * i) = o(r, 4 * i) * own_weight + x.x * other_weight;
-      o(r, 4 * i + 1) = o(r, 4 * i + 1) * own_weight + x.y * other_weight;
-      o(r, 4 * i + 2) = o(r, 4 * i + 2) * own_weight + x.z * other_weight;
-      o(r, 4 * i + 3) = o(r, 4 * i + 3) * own_weight + x.w * other_weight;
-    }
+    const Fold fold = state.fold(r, {other.x, other.y});
+    out.fold(r, o, fold, [](const float4* x) { return __ldcg(x); });
   }
 };
 

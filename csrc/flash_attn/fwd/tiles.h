@@ -69,10 +69,18 @@ constexpr FwdSm90Tile serving_tile(int head_dim, Features features, int warpgrou
   const bool plain = has_plain_scores(features);
   if (head_dim <= 64) return {warpgroups, 128, 4, 2, false};
   if (head_dim <= 96) return {warpgroups, plain ? 128 : 96, 3, 1, false};
-  if (head_dim <= 128) return {warpgroups, plain ? 128 : 96, warpgroups == 1 ? 3 : 2, warpgroups == 1 ? 1 : 2, false};
+  if (head_dim <= 128) return {warpgroups, plain ? 128 : 96, warpgroups == 1 ? 3 : 2, 1, false};
   if (head_dim <= 192 && head_dim_v < head_dim) return {warpgroups, plain ? 128 : 96, 2, 1, false};
   if (head_dim <= 192) return {warpgroups, 96, 2, 1, false};
   return {warpgroups, 64, 2, 1, false};
+}
+
+// The same for dense tensors, with the bits of serving_tile: as many keys. Shared memory also has the total of pieces
+// of fixed length, up to 128 channels.
+constexpr FwdSm90Tile invariant_tile(int head_dim, Features features, int head_dim_v) {
+  const FwdSm90Tile tile = serving_tile(head_dim, features, 2, head_dim_v);
+  if (head_dim <= 64) return {has_plain_scores(features) ? 3 : 2, tile.keys, 3, 2, true};
+  return head_dim <= 96 ? FwdSm90Tile{2, tile.keys, 2, 2, true} : tile;
 }
 
 // decode_sm80: the rows that share a key head fit the 16 rows of an mma, and the warps of a thread block divide the

@@ -1,8 +1,10 @@
 // Puts the partial results of pieces together: for a row whose pieces have maxima m_i, sums l_i and outputs o_i,
 //
-//   out = sum_i w_i o_i / sum_i w_i l_i,   w_i = exp2(m_i - m),   lse = log(2) m + log sum_i w_i l_i,
+//   out = sum_i w_i o_i / sum_i w_i l_i,   w_i = exp(m_i - m),   lse = m + log sum_i w_i l_i,
 //
-// with m = max_i m_i, where a sink is one more term of the lower sum. Pieces are added in the order of their keys.
+// with m = max_i m_i, where a sink is one more term of the lower sum. Pieces are folded into a total one by one, the
+// last keys first, as a thread block does that computes all pieces of a tile (Consumer::fold): results have the same
+// bits.
 //
 // A thread block for each slot merges its share of the rows of the slot's tile: so tiles with many pieces, whose rows
 // take longer to merge, are divided among as many blocks.
@@ -29,9 +31,13 @@ __device__ inline int slot_of_piece(const PieceRecord& piece, int index) {
   return index == 0 ? piece.first_slot : piece.second_slot + (index - 1) * piece.stride;
 }
 
+struct MergeParams : ServingParams {
+  float scale_log2;  // exp(s) is exp2(scale_log2 * s)
+};
+
 // kCols: the channels of the instance.
 template <typename T, int kCols>
-__global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __grid_constant__ ServingParams p) {
+__global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __grid_constant__ MergeParams p) {
   constexpr int kVectors = (kCols + 127) / 128;  // of four channels, for each lane
   constexpr int kTogether = 8;                   // pieces whose sums are loaded at a time
   ptx::wait_for_dependency();
@@ -51,45 +57,40 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __
     return __ldcg(reinterpret_cast<const float2*>(slots.softmax) + slot * tile_rows + row);
   };
   for (int row = first + warp_id(); row < end; row += kMergeWarps) {
-    float max = -INFINITY;
-    for (int index = lane_id(); index < piece.count; index += 32) max = fmaxf(max, softmax_of(index, row).x);
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, lanes));
-    const float shift = finite_or_zero(max);
-    float sum = 0, out[kVectors][4] = {};
-    for (int begin = 0; begin < piece.count; begin += 32) {
-      const int index = begin + lane_id(), count = min(32, piece.count - begin);
-      const float2 state = index < piece.count ? softmax_of(index, row) : float2{-INFINITY, 0};
-      const float own_weight = ptx::exp2(state.x - shift);
-      for (int first = 0; first < count; first += kTogether) {
+    float max = -INFINITY, sum = 0, out[kVectors][4] = {};
+    for (int end = piece.count; end > 0; end -= 32) {
+      const int index = end - 1 - lane_id();
+      const float2 state = index >= 0 ? softmax_of(index, row) : float2{-INFINITY, 0};
+      for (int first = 0; first < min(32, end); first += kTogether) {
+        Fold::Partial own[kTogether];
         float4 x[kTogether][kVectors];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          // A piece without keys has no sums, and one past the last is not there.
-          const bool adds = __shfl_sync(~0u, own_weight, first + i) > 0;
-          const int64_t slot = slot_of_piece(piece, begin + first + i);
+          // A piece without keys has no sums, and one before the first is not there.
+          own[i] = {__shfl_sync(~0u, state.x, first + i), __shfl_sync(~0u, state.y, first + i)};
+          const int64_t slot = slot_of_piece(piece, end - 1 - first - i);
           const float* source = slots.out + (slot * tile_rows + row) * kCols + 4 * lane_id();
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
-            const bool exists = adds && 128 * v + 4 * lane_id() < kCols;
+            const bool exists = !own[i].is_empty() && 128 * v + 4 * lane_id() < kCols;
             x[i][v] = exists ? __ldcg(reinterpret_cast<const float4*>(source + 128 * v)) : float4{};
           }
         }
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          const float weight = __shfl_sync(~0u, own_weight, first + i);
-          sum += weight * __shfl_sync(~0u, state.y, first + i);
+          const Fold fold({max, sum}, own[i], p.scale_log2);
+          max = fold.max, sum = fold(sum, own[i].sum);
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
-            out[v][0] += weight * x[i][v].x, out[v][1] += weight * x[i][v].y;
-            out[v][2] += weight * x[i][v].z, out[v][3] += weight * x[i][v].w;
+            out[v][0] = fold(out[v][0], x[i][v].x), out[v][1] = fold(out[v][1], x[i][v].y);
+            out[v][2] = fold(out[v][2], x[i][v].z), out[v][3] = fold(out[v][3], x[i][v].w);
           }
         }
       }
     }
     const int head = tile.head + rows.head(row), token = rows.token(row);
     const float sink = sink_of(p.problem, tile.entry, head);
-    sum += exp_of_sink(sink, max, /*scale_log2=*/1);
+    sum += exp_of_sink(sink, max, p.scale_log2);
     const float factor = sum == 0 ? 0.f : ptx::reciprocal(sum);
     T* target = first_token<T>(p.out, q, head) + token * p.out.seqlen;
 #pragma unroll
@@ -101,13 +102,13 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __
       *reinterpret_cast<uint2*>(target + col) = words;
     }
     if (lane_id() == 0 && p.softmax_lse != nullptr) {
-      row_values(p.softmax_lse, p.problem, q, head)[token] = log_sum_exp(sink, max, sum, /*scale_log2=*/1).lse;
+      row_values(p.softmax_lse, p.problem, q, head)[token] = log_sum_exp(sink, max, sum, p.scale_log2).lse;
     }
   }
 }
 
 template <typename T, int kCols>
-void merge_pieces(const ServingParams& p, cudaStream_t stream) {
+void merge_pieces(const MergeParams& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(p.plan.slots.count), .block = dim3(32 * kMergeWarps), .early = true};
   launch<merge_pieces_kernel<T, kCols>>(shape, p, stream);
 }

@@ -37,7 +37,7 @@ __device__ void store_piece(const PieceSlots& slots, int slot, int warp_row, int
   float2* softmax = softmax_of_slot(slots, slot, kTileRows);
   for_each_row<kRows>(warp_row, count, [&](int r) {
     const int row = warp_row + o.row(r);
-    if (lane_id() % 4 == 0) softmax[row] = {state.max[r] * state.scale_log2, state.sum[r]};
+    if (lane_id() % 4 == 0) softmax[row] = {state.max[r], state.sum[r]};
     float* out = slots.out + (int64_t{slot} * kTileRows + row) * kCols;
 #pragma unroll
     for (int c = 0; c < kCols / 4; c += 2) {

@@ -10,9 +10,13 @@
 //   keys of their own: where all rows that share a key head fit one tile.
 // - in pieces: a counter gives one piece after the other, neighbours being tiles that read the same keys at the same
 //   time. Only where there are few tiles, or long ones among short ones, is there more than one piece in a tile.
+//
+// With pieces of fixed length (FixedPieces), a tile that is cut has all of its pieces to itself. A tile that is not is
+// handed out as a whole, and the thread block folds its pieces: the results are the same.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "flash_attn/fwd/plan.h"
 #include "flash_attn/fwd/schedule.cuh"
@@ -71,11 +75,21 @@ struct WorkList {
   int piece_n_blocks;  // about how many n_blocks a piece has
 };
 
-// The pieces that the n_blocks of an entry's tiles are cut into.
-__device__ inline int pieces_of(const ServingPlan& plan, const WorkList& list, int num_n_blocks) {
-  if (plan.num_splits > 0) return min(plan.num_splits, num_n_blocks);
-  if (2 * num_n_blocks <= 3 * list.piece_n_blocks) return 1;
-  return (num_n_blocks + list.piece_n_blocks - 1) / list.piece_n_blocks;
+// How the n_blocks of an entry's tiles are cut into pieces: how many there are, and the n_blocks of each, which begin
+// at multiples of `each` from `origin` on.
+struct Cut {
+  int pieces, origin, each;
+
+  __device__ Interval n_blocks(int index) const { return {origin + index * each, origin + (index + 1) * each - 1}; }
+};
+
+__device__ inline Cut cut_of(const ServingPlan& plan, const WorkList& list, const EntryWork& work) {
+  const int first = work.first_n_block, count = work.num_n_blocks, fixed = plan.pieces.n_blocks;
+  const auto equal = [&](int pieces) { return Cut{pieces, first, (count + pieces - 1) / pieces}; };
+  if (plan.num_splits > 0) return equal(min(plan.num_splits, count));
+  if (2 * int64_t{count} <= 3 * int64_t{list.piece_n_blocks}) return equal(1);
+  if (fixed == 0) return equal((count + list.piece_n_blocks - 1) / list.piece_n_blocks);
+  return {(first + count - 1) / fixed - first / fixed + 1, first / fixed * fixed, fixed};
 }
 
 template <typename Config>
@@ -109,7 +123,7 @@ struct ListScheduler {
     const auto work = EntryWork::of<Config::kRows, Config::kKeys>(p, entry);
     const int64_t tiles = int64_t{p.plan.tiling.head_groups.value} * work.m_blocks;
     if (in_n_blocks) return {work, tiles, tiles * work.num_n_blocks, 0};
-    const int pieces = pieces_of(p.plan, list, work.num_n_blocks);
+    const int pieces = cut_of(p.plan, list, work).pieces;
     return {work, tiles, tiles * pieces, pieces > 1 ? tiles * pieces : 0};
   }
   // The sum over the entries of this thread's record.
@@ -173,12 +187,16 @@ struct ListScheduler {
       at = all_units * block / blocks, end = all_units * min(block + 1, blocks) / blocks;
     } else {
       sum_before(own.tiles, all_tiles, list.sums[1]);
-      if (thread() == 0) list.piece_n_blocks = choose_piece(all_tiles, all_units);
-      sync();
-      own = amount_of_record(/*in_n_blocks=*/false);
-      before = sum_before(own.units, all_units, list.sums[0]);
-      int64_t all_slots;
-      slots_before = sum_before(own.slots, all_slots, list.sums[1]);
+      int piece_n_blocks =
+          p.plan.slots.count > 0 ? choose_piece(all_tiles, all_units) : std::numeric_limits<int>::max();
+      // Pieces of fixed length may need more slots than there are: then fewer tiles are cut.
+      for (int64_t all_slots = p.plan.slots.count + 1; all_slots > p.plan.slots.count; piece_n_blocks *= 2) {
+        if (thread() == 0) list.piece_n_blocks = piece_n_blocks;
+        sync();
+        own = amount_of_record(/*in_n_blocks=*/false);
+        before = sum_before(own.units, all_units, list.sums[0]);
+        slots_before = sum_before(own.slots, all_slots, list.sums[1]);
+      }
       at = blockIdx.x, end = all_units;
     }
     list.before[thread()] = before;
@@ -259,15 +277,15 @@ struct ListScheduler {
       return {p, tile_of(place.entry, tile / m_blocks, tile % m_blocks), piece, {begin, begin + count - 1}};
     }
     // Neighbours have the same keys. The last rows, which see the most keys, come first.
-    const int pieces = pieces_of(p.plan, list, num_n_blocks), each = (num_n_blocks + pieces - 1) / pieces;
-    const int own = static_cast<int>(rest), m_block = own % m_blocks, index = own / m_blocks % pieces;
-    const int head_group = own / (m_blocks * pieces), begin = first_n_block + index * each;
+    const Cut cut = cut_of(p.plan, list, place.work);
+    const int pieces = cut.pieces, own = static_cast<int>(rest), m_block = own % m_blocks;
+    const int index = own / m_blocks % pieces, head_group = own / (m_blocks * pieces);
     Piece piece;
     if (pieces > 1) {
       const int first = place.slots_before + head_group * m_blocks * pieces + m_block;
       piece = {index, pieces, first + index * m_blocks, first, first + m_blocks, m_blocks};
     }
-    return {p, tile_of(place.entry, head_group, m_blocks - 1 - m_block), piece, {begin, begin + each - 1}};
+    return {p, tile_of(place.entry, head_group, m_blocks - 1 - m_block), piece, cut.n_blocks(index)};
   }
 
   __device__ void take_next() {

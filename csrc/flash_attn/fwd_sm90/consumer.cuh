@@ -84,7 +84,9 @@ struct Consumer {
   Output<Config> o;
   Softmax<Config> softmax;
   PackedFragment<T, Config::kWarpRows, Config::kKeys> probabilities;
-  bool has_output;  // whether o has been written; if not, the next product overwrites it instead of adding
+  bool has_output;    // whether o has been written; if not, the next product overwrites it instead of adding
+  bool has_total;     // whether pieces of the tile have been folded into a total
+  float total_state;  // of the total: see keep_total
 
   __device__ Consumer(const typename Config::Launch& launch, FwdSm90Shared<Config>& shared, int rank)
       : launch(launch),
@@ -177,10 +179,35 @@ struct Consumer {
     if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
   }
 
-  // Turns the scores of the first n_block that a tile visits, its last keys, into P.
-  __device__ void make_first_probabilities(Scores<Config>& s, const TiledBias& bias, const Work& work, bool masked) {
+  // A tile's pieces of fixed length (FixedPieces), the last keys first, are folded into a total: when a piece ends, (o,
+  // softmax) becomes the total of all so far, and is kept.
+  __device__ auto total() const {
+    using Total = StoredOutput<kWarpgroup * Config::kConsumers, Config::kWarpRows, Config::kChannelsV>;
+    if constexpr (Config::kSharesTotal) return Total(shared.total, 0);
+    return Total(p.plan.pieces.totals, blockIdx.x);
+  }
+  __device__ void fold_total() {
+#pragma unroll
+    for (int r = 0; r < o.kLaneRows; ++r) {
+      const int lane = lane_id() / 4 * 4 + 2 * r;
+      const Fold::Partial before = {__shfl_sync(~0u, total_state, lane), __shfl_sync(~0u, total_state, lane + 1)};
+      total().fold(r, o, softmax.fold(r, before), [](const float4* x) { return *x; });
+    }
+  }
+  // The four lanes of a quad have two rows, whose maxima and sums are four numbers: each lane keeps one.
+  __device__ void keep_total() {
+    static_assert(Softmax<Config>::kLaneRows == 2);
+    const int lane = lane_id() % 4;
+    total_state = lane == 0 ? softmax.max[0] : lane == 1 ? softmax.sum[0] : lane == 2 ? softmax.max[1] : softmax.sum[1];
+#pragma unroll
+    for (int r = 0; r < o.kLaneRows; ++r) total().store(r, o);
+    has_total = true;
+  }
+
+  // Turns the scores of the first n_block that a tile or a piece of it visits, its last keys, into P.
+  __device__ void make_first_probabilities(Scores<Config>& s, const TiledBias& bias, const Work& work, int n_block,
+                                           bool masked) {
     // V from row `end` of the block on is zeroed: keys that do not exist or, with ranges, that no row sees.
-    const int n_block = work.n_blocks.last;
     const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n_block * Config::kKeys;
     float shrink[s.kLaneRows];
     softmax = Softmax<Config>(softmax.scale_log2);
@@ -244,6 +271,26 @@ struct Consumer {
     if (grown) o.scale_rows(shrink);
   }
 
+  // The step between two pieces of fixed length: ends that of block n + 1, and begins with the scores of block n.
+  __device__ void step_to_next_piece(Scores<Config>& s, const Work& work, int n_block, bool is_last, bool masked) {
+    order.wait();
+    wait_full(shared.v_ring, v_at);
+    fence(o, probabilities);
+    start_output();
+    order.pass_on();
+    wait_gemms<0>(o);
+    release(shared.v_ring, v_at);
+    softmax.finish();
+    if (has_total) fold_total();
+    keep_total();
+    order.wait();
+    fence(s);
+    start_scores(s);
+    order.pass_on();
+    wait_gemms<0>(s);
+    begin_piece(s, work, n_block, is_last, masked);
+  }
+
   // Stores O row by row to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
   template <typename Pack>
   __device__ void store_rows_to(const TensorRef<>& x, const Work& work) {
@@ -276,26 +323,49 @@ struct Consumer {
     }
   }
 
-  // Turns the first scores of a tile into probabilities. Its last P V, and the first scores of the next tile, are
-  // started in the epilogue.
-  __device__ void prologue(Scores<Config>& s, const Work& work, const NBlocks& n_blocks) {
-    const auto [first, last] = n_blocks.all;
+  // Turns the first scores of a tile, or of a piece of it, into probabilities.
+  __device__ void begin_piece(Scores<Config>& s, const Work& work, int n_block, bool is_last, bool masked) {
     const TiledBias bias = load_bias();
     release_keys();
-    if (Config::kQueryStages == 1 && last == first) release_queries();
-    make_first_probabilities(s, bias, work, !n_blocks.unmasked.covers(last));
-    if (last > first) wait_full(shared.k_ring, k_at);
+    if (Config::kQueryStages == 1 && is_last) release_queries();
+    make_first_probabilities(s, bias, work, n_block, masked);
+    if (!is_last) wait_full(shared.k_ring, k_at);
+  }
+
+  // The same for a tile. Its last P V, and the first scores of the next tile, are started in the epilogue.
+  __device__ void prologue(Scores<Config>& s, const Work& work, const NBlocks& n_blocks) {
+    const auto [first, last] = n_blocks.all;
+    has_total = false;
+    begin_piece(s, work, last, last == first, !n_blocks.unmasked.covers(last));
+  }
+
+  // The first n_block of the piece of fixed length that an n_block is in.
+  __device__ int first_of_piece(int n_block) const {
+    if constexpr (Config::kFolds) {
+      if (const int n_blocks = p.plan.pieces.n_blocks; n_blocks > 0) return n_block / n_blocks * n_blocks;
+    }
+    return 0;
   }
 
   // Computes the other n_blocks of a tile, but for the product of the last probabilities with V.
-  __device__ void mainloop(const Work& work, const NBlocks& n_blocks) {
+  __device__ void mainloop(Scores<Config>& s, const Work& work, const NBlocks& n_blocks) {
     const auto [first, last] = n_blocks.all;
     const auto& unmasked = n_blocks.unmasked;
+    int piece = first_of_piece(last);
     for (int n = last - 1; n >= first;) {
+      if (Config::kFolds && n < piece) {
+        step_to_next_piece(s, work, n, n == first, !unmasked.covers(n));
+        piece = first_of_piece(n--);
+      }
+      const int end = Config::kFolds ? max(first, piece) : first;
+      const int end_of_masked = n > unmasked.last ? max(end, unmasked.last + 1) : end;
+      const int end_of_unmasked = max(end, unmasked.first);
+      if (!unmasked.covers(n)) {
 #pragma unroll 1
-      for (; n >= first && !unmasked.covers(n); --n) step<true>(work, n, n == first);
+        for (; n >= end_of_masked; --n) step<true>(work, n, n == first);
+      }
 #pragma unroll 1
-      for (; n >= first && unmasked.covers(n); --n) step<false>(work, n, n == first);
+      for (; n >= end_of_unmasked && n <= unmasked.last; --n) step<false>(work, n, n == first);
     }
     if (Config::kQueryStages > 1) release_queries();
     q_at.advance();
@@ -345,10 +415,19 @@ struct Consumer {
     order.pass_on();
     n_blocks = Config::kPersistent ? n_blocks_of(*work) : NBlocks{.exist = false};
     softmax.finish();
-    if (!is_piece(done)) add_sinks<Config>(softmax, p, done, warp_row);
+    const bool is_whole = !is_piece(done) && !(Config::kFolds && has_total);
+    if (is_whole) add_sinks<Config>(softmax, p, done, warp_row);
     wait_gemms<Config::kPersistent ? 1 : 0>(o);
     release(shared.v_ring, v_at);
-    is_piece(done) ? store_piece_of(done) : store_results(done);
+    if (is_piece(done)) {
+      store_piece_of(done);
+    } else if (is_whole) {
+      store_results(done);
+    } else {  // by itself: if this way joined the other, nvcc would have the products wait
+      fold_total();
+      add_sinks<Config>(softmax, p, done, warp_row);
+      store_results(done);
+    }
     __syncwarp();
     if (lane_id() == 0) shared.work_ring.release(done_at);
     if constexpr (Config::kPersistent) wait_gemms<0>(s);
@@ -372,7 +451,7 @@ struct Consumer {
     wait_gemms<0>(s);
     while (n_blocks.exist) {
       prologue(s, *work, n_blocks);
-      mainloop(*work, n_blocks);
+      mainloop(s, *work, n_blocks);
       epilogue(s, work, n_blocks);
     }
     if (leads()) ptx::wait_stores_read();  // shared memory must outlive the copies that read it

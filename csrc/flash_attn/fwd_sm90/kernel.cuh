@@ -44,6 +44,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads,
                              1) void fwd_sm90_kernel(const __grid_constant__ typename Config::Launch args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  static_assert(sizeof(FwdSm90Shared<Config>) <= 227 * 1024);
   auto& shared = shared_memory<FwdSm90Shared<Config>>();
   if constexpr (Config::kServing) ptx::launch_dependents();  // merge_pieces, whose blocks come as those of this leave
   if (threadIdx.x == 0) shared.init();
@@ -59,10 +60,8 @@ __global__ __launch_bounds__(Config::kThreads,
 #endif
 }
 
-template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV>
-void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
-  using Config =
-      FwdSm90Config<T, kHeadDim, kFeatures, kWide ? FwdSm90Kind::kDenseWide : FwdSm90Kind::kDense, kHeadDimV>;
+template <typename Config>
+void run_fwd_dense(const FwdSm90Params& p, cudaStream_t stream) {
   using Shared = FwdSm90Shared<Config>;
   const Problem& problem = p.problem;
   const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
@@ -84,6 +83,17 @@ void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
 }
 
+template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV>
+void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
+  constexpr auto kKind = kWide ? FwdSm90Kind::kDenseWide : FwdSm90Kind::kDense;
+  run_fwd_dense<FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>>(p, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
+void run_fwd_invariant(const FwdSm90Params& p, cudaStream_t stream) {
+  run_fwd_dense<FwdSm90Config<T, kHeadDim, kFeatures, FwdSm90Kind::kInvariant, kHeadDimV>>(p, stream);
+}
+
 template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHeadDimV>
 void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
   constexpr auto kKind = kFewRows ? FwdSm90Kind::kServingFewRows : FwdSm90Kind::kServing;
@@ -98,7 +108,7 @@ void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
   }
   const LaunchShape shape{.grid = dim3(p.plan.blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(Shared)};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
-  if (p.plan.slots.count > 0) merge_pieces<T, kHeadDimV>(p, stream);
+  if (p.plan.slots.count > 0) merge_pieces<T, kHeadDimV>({p, score_scale_log2<kFeatures>(problem)}, stream);
 }
 
 }  // namespace flash::flash_attn

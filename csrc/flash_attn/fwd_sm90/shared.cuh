@@ -42,10 +42,12 @@ struct ServingLaunch {
   ServingParams params;
 };
 
-// Which instances: for dense tensors, with the ordinary or the wide tile, or for serving, with two warpgroups or one.
-enum class FwdSm90Kind { kDense, kDenseWide, kServing, kServingFewRows };
+// Which instances: for dense tensors, with the ordinary or the wide tile; for serving, with two warpgroups or one; or
+// for dense tensors, with the tile and the bits of those for serving.
+enum class FwdSm90Kind { kDense, kDenseWide, kServing, kServingFewRows, kInvariant };
 
 constexpr FwdSm90Tile tile_of(FwdSm90Kind kind, int head_dim, Features features, int head_dim_v) {
+  if (kind == FwdSm90Kind::kInvariant) return invariant_tile(head_dim, features, head_dim_v);
   if (kind == FwdSm90Kind::kServing) return serving_tile(head_dim, features, 2, head_dim_v);
   if (kind == FwdSm90Kind::kServingFewRows) return serving_tile(head_dim, features, 1, head_dim_v);
   return fwd_sm90_tile(head_dim, features, kind == FwdSm90Kind::kDenseWide, head_dim_v);
@@ -67,6 +69,11 @@ struct FwdSm90Config {
   static constexpr bool kPersistent = kClusterSize == 1;  // whether a thread block processes one tile after another
   static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
+  // Whether a thread block may fold pieces of fixed length, and whether shared memory has room for their total.
+  static constexpr bool kFolds = kServing || kKind == FwdSm90Kind::kInvariant;
+  static constexpr int kTileBytes = 2 * (kStages * kKeys * (kChannels + kChannelsV) + kQueryStages * kRows * kChannels +
+                                         kTile.staged_output * kRows * kChannelsV);  // of Q, K, V and O
+  static constexpr bool kSharesTotal = kFolds && kTileBytes + 4 * kRows * kChannelsV <= 224 * 1024;
   static constexpr int kWriters = kServing ? 2 : 1;  // how many warps of the producer copy a part of a tile
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
   // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128. With one
@@ -116,6 +123,7 @@ struct FwdSm90Shared {
   std::conditional_t<Config::kBiased, BiasedKeys, Keys> k[Config::kStages];
   Values v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
+  std::conditional_t<Config::kSharesTotal, float4[Config::kRows * Config::kChannelsV / 4], None> total;
   TileWork<Config> work[2];  // of the tile in progress and of the next
   std::conditional_t<Config::kServing, WorkList, None> list;
   Ring<Config::kQueryStages> q_rings[Config::kConsumers];

@@ -24,7 +24,7 @@ constexpr float kLn2 = std::numbers::ln2_v<float>;
 
 // The factor c for which exp(s) = exp2(c * what a kernel keeps as score).
 template <Features kFeatures>
-__device__ float score_scale_log2(const Problem& p) {
+__host__ __device__ float score_scale_log2(const Problem& p) {
   return kHasPlainScores<kFeatures> ? p.softmax_scale * kLog2e : kLog2e;
 }
 

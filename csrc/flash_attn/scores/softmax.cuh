@@ -24,6 +24,31 @@ __device__ inline float weight_of(float max, float max_of_all, float scale_log2)
   return ptx::exp2((max - finite_or_zero(max_of_all)) * scale_log2);
 }
 
+// Adds up the partial results of two sets of keys, for one row: sums of exponentials, and of exponentials times values,
+// relative to the maximum of each set. Results must not depend on which thread adds them up, so the rounding is spelled
+// out; and adding a set in which the row sees no key changes no bit, not even the sign of a zero.
+struct Fold {
+  struct Partial {
+    float max, sum;
+
+    __device__ bool is_empty() const { return max == -INFINITY && sum == 0; }
+  };
+  const bool is_first, is_empty;
+  float max;  // of both
+  float total_weight, weight;
+
+  __device__ Fold(const Partial& total, const Partial& own, float scale_log2)
+      : is_first(total.is_empty()),
+        is_empty(own.is_empty()),
+        max(fmaxf(total.max, own.max)),
+        total_weight(weight_of(total.max, max, scale_log2)),
+        weight(weight_of(own.max, max, scale_log2)) {}
+
+  __device__ float operator()(float total, float x) const {
+    return is_empty ? total : is_first ? x : fmaf(total, total_weight, x * weight);
+  }
+};
+
 // A row's largest score, from its maximum in units of scale_log2. The factors are multiplied first: where the maximum
 // is a score, scale_log2 is kLog2e, and kLog2e * kLn2 is exactly 1.
 __device__ inline float largest_score(float max, float scale_log2) { return max * (scale_log2 * kLn2); }
@@ -120,6 +145,13 @@ struct OnlineSoftmax {
       shrink[r] = update_max(s, r);
       exponentiate(s, r);
     }
+  }
+
+  // Folds row r into a total, and becomes the new total. Returns how, for O of the same row.
+  __device__ Fold fold(int r, const Fold::Partial& total) {
+    const Fold fold(total, {max[r], sum[r]}, scale_log2);
+    max[r] = fold.max, sum[r] = fold(total.sum, sum[r]);
+    return fold;
   }
 
   __device__ void finish() {
