@@ -10,7 +10,7 @@ extern "C" {
 
 // Null, or the text of the error.
 const char* run_fwd_instance(int head_dim, int head_dim_v, int dtype, int kernel) {
-  const FwdPlan plans[] = {FwdSm80Plan{}, DecodePlan{}, FwdSm90Plan{}, ServingPlan{}};
+  const FwdPlan plans[] = {FwdSm80Plan{}, DecodePlan{}, FwdSm90Plan{}, ServingPlan{}, InvariantPlan{}};
   FwdParams p{};
   p.problem.dtype = static_cast<DType>(dtype);
   p.problem.head_dim = head_dim;

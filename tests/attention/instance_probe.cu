@@ -68,6 +68,17 @@ const char* find_serving_sizes(int head_dim, int head_dim_v, Features features, 
   return for_head_dim(head_dim, [&](auto kHeadDim) { find(kHeadDim, kHeadDim); });
 }
 
+const char* find_invariant_sizes(int head_dim, int head_dim_v, Features features, int64_t* sizes) {
+  const auto find = [&](auto kHeadDim, auto kHeadDimV) {
+    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
+      using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, FwdSm90Kind::kInvariant, kHeadDimV>;
+      answer<FwdSm90Shared<Config>>(sizes, Config::kThreads);
+    });
+  };
+  if (head_dim != head_dim_v) return error_of([&] { find(Constant<192>{}, Constant<128>{}); });
+  return for_head_dim(head_dim, [&](auto kHeadDim) { find(kHeadDim, kHeadDim); });
+}
+
 const char* find_dmask_sizes(int head_dim, int64_t* sizes) {
   return for_head_dim(head_dim, [&](auto kHeadDim) {
     using Config = DmaskConfig<__nv_bfloat16, kHeadDim, dmask_width(kHeadDim)>;

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 HOPPER_HEAD_DIMS = (*((dim, dim) for dim in ALL_HEAD_DIMS), (192, 128))  # of keys and of values
-SM80, DECODE, SM90, SERVING = KERNELS = range(4)  # the alternatives of FwdPlan
+SM80, DECODE, SM90, SERVING, INVARIANT = KERNELS = range(5)  # the alternatives of FwdPlan
 PLAIN, RANGED, BIASED, ALL = FEATURES = range(4)
 # Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
 SHARED_BYTES = {"8.0": 163 * 1024, "8.6, 8.9, 12.0": 99 * 1024, "9.0, 10.0": 227 * 1024}
@@ -341,6 +341,19 @@ def test_serving_blocks_fit(host, instances, head_dim, head_dim_v, features, few
     assert keys // 2 + keys // 4 + head_dim_v // 2 + 24 <= {1: 255, 2: 208}[warpgroups]
 
 
+@pytest.mark.parametrize("features", [PLAIN, ALL])
+@pytest.mark.parametrize("head_dim, head_dim_v", [dims for dims in HOPPER_HEAD_DIMS if dims[0] <= 256])
+def test_invariant_blocks_fit(host, instances, head_dim, head_dim_v, features):
+    """And compute what those for serving do: with as many keys in an n_block, whatever the warpgroups."""
+    warpgroups, keys, *_ = numbers(host, 4, "find_invariant_tile", head_dim, head_dim_v, features)
+    shared_bytes, threads = numbers(instances, 2, "find_invariant_sizes", head_dim, head_dim_v, features)
+    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert threads == 128 * (warpgroups + 1)
+    for warpgroups_there in (1, 2):
+        assert numbers(host, 4, "find_serving_tile", head_dim, head_dim_v, features, warpgroups_there)[1] == keys
+    assert keys // 2 + keys // 4 + head_dim_v // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
+
+
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_backward_blocks_fit_sm90(head_dim, features):
@@ -425,6 +438,7 @@ class Problem:
     row_max: bool = False
     page_size: int = 16
     leftpad: bool = False
+    invariance: int = 0
 
     @property
     def group(self):
@@ -437,6 +451,7 @@ class Plan(typing.NamedTuple):
     kernel: int
     scratch_out: int
     scratch_softmax: int
+    scratch_totals: int
     scratch_records: int
     scratch_counters: int
     packed_heads: int
@@ -453,6 +468,7 @@ class Plan(typing.NamedTuple):
     even: bool
     piece_slots: int
     box_rows: int
+    piece_blocks: int
 
 
 def plan_of(host, problem):
@@ -659,6 +675,73 @@ def test_kernels_for_few_rows_and_for_pages_on_hopper(host, changes, kernel, pag
     assert plan.kernel == (paged_kernel if paged else kernel)
 
 
+PORTABLE_ONLY = [dict(dropout=True), dict(bias=True), dict(head_dim=100), dict(head_dim=264), dict(has_sm90=False)]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    "changes, kernel",
+    [
+        (dict(), SM90),  # all keys in one piece
+        (dict(longest_k=5000), INVARIANT),
+        (dict(head_dim=64, longest_k=4096), SM90),
+        (dict(head_dim=192), INVARIANT),  # that for dense tensors has more keys in an n_block
+        (dict(ranges=1), INVARIANT),  # and an instance of its own for ranges
+        (dict(out_lo=True, longest_k=5000), INVARIANT),
+        (dict(out_lo=True, rows=1), SM90),
+        (dict(rows=1), SERVING),
+        (dict(rows=1, longest_k=100), SERVING),
+        (dict(paged=True), SERVING),
+        (dict(num_splits=7), SM90),
+        (dict(longest_k=0), SM80),
+        *((changes, SM80) for changes in PORTABLE_ONLY),
+        *((changes | dict(rows=1, paged=True), SM80) for changes in PORTABLE_ONLY),
+    ],
+    ids=str,
+)
+def test_kernels_where_batches_must_not_matter(host, changes, kernel, level):
+    assert plan_of(host, changed(MANY, invariance=level, **changes)).kernel == kernel
+
+
+@pytest.mark.parametrize("change", [dict(plain=False), dict(row_max=True)], ids=str)
+def test_what_serving_could_not_equal_is_refused(host, change):
+    """Rows that are not aligned though their length is, and the largest scores: the portable kernel has other bits."""
+    assert plan_of(host, changed(MANY, invariance=1, **change)).kernel == SM80
+    with pytest.raises(RuntimeError, match="where the level of batch invariance is 2"):
+        plan_of(host, changed(MANY, invariance=2, **change))
+
+
+def test_batches_do_not_matter(host):
+    """Of all kernels that a call may get, n_blocks have equally many keys, and pieces begin at the same ones."""
+    seen = set()
+    for problem in serving_problems(1500):
+        problem = dataclasses.replace(problem, invariance=2)
+        plan = plan_of(host, problem)
+        features = PLAIN if problem.plain and not problem.ranges else ALL
+        dims = instance_dims(problem.head_dim, problem.head_dim_v)
+        keys = numbers(host, 4, "find_serving_tile", *dims, features, 1)[1]
+        pieces = 4096 // keys
+        seen.add(plan.kernel)
+        if plan.kernel == SM80:
+            assert problem.longest_k == 0 and plan.num_splits == 1
+            continue
+        if plan.kernel == SM90:
+            assert problem.longest_k <= pieces * keys
+            assert numbers(host, 6, "find_fwd_sm90_tile", *dims, features, plan.wide)[1] == keys
+            continue
+        assert plan.piece_blocks == (pieces if problem.longest_k > pieces * keys else 0)
+        if plan.kernel == SERVING:
+            assert not plan.even and plan.num_splits == 0
+            assert (plan.piece_slots > 0) == (plan.piece_blocks > 0)
+            assert plan.piece_slots <= 2**12
+            assert 4 * (plan.scratch_out + plan.scratch_softmax) <= problem.multiprocessors * 768 * 4 * (dims[1] + 2)
+        rows = 64 * (plan.warpgroups or numbers(host, 4, "find_invariant_tile", *dims, features)[0])
+        assert plan.scratch_totals == (plan.blocks * rows * dims[1] if plan.piece_blocks else 0)
+    assert seen >= {SM90, SERVING, INVARIANT}
+    whole = plan_of(host, changed(MANY, rows=1, longest_k=9000, num_splits=1, invariance=1))
+    assert (whole.kernel, whole.piece_blocks, whole.piece_slots) == (SERVING, 0, 0)
+
+
 def serving_problems(count):
     draw = random.Random(4)
     for problem in problems(count):
@@ -711,8 +794,9 @@ def test_serving_plan(host):
             assert plan.num_splits == problem.num_splits if fits else 1 <= plan.num_splits <= problem.num_splits
             assert plan.piece_slots == (plan.tiles * plan.num_splits if plan.num_splits > 1 else 0)
             assert plan.piece_slots <= 2**13
-        assert plan.scratch_out == plan.piece_slots * rows * instance_dims(problem.head_dim, problem.head_dim_v)[1]
-        assert plan.scratch_softmax == plan.piece_slots * rows * 2
+        slot_rows = rows if problem.packed_q else min(rows, problem.seqlen_q * plan.packed_heads)
+        assert plan.scratch_out == plan.piece_slots * slot_rows * instance_dims(problem.head_dim, problem.head_dim_v)[1]
+        assert plan.scratch_softmax == plan.piece_slots * slot_rows * 2
         assert plan.scratch_records == plan.piece_slots * 9
         assert plan.scratch_counters == 1 + plan.piece_slots
     for place in range(3):

@@ -65,6 +65,11 @@ const char* find_serving_tile(int head_dim, int head_dim_v, Features features, i
   return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages});
 }
 
+const char* find_invariant_tile(int head_dim, int head_dim_v, Features features, int64_t* tile) {
+  const FwdSm90Tile found = invariant_tile(head_dim, features, head_dim_v);
+  return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages});
+}
+
 // shape: lanes, rows, tiles.
 const char* find_row_shape(int cols, int vec, int vecs, int threads, int splits_warps, int64_t* shape) {
   const layer_norm::RowShape found = layer_norm::row_shape(cols, vec, vecs, threads, splits_warps);
@@ -87,7 +92,7 @@ struct FwdProblem {
   int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad, invariance;
 };
 
-// plan: which alternative of FwdPlan it is, the four sizes of scratch, and its fields by the names of Plan in
+// plan: which alternative of FwdPlan it is, the five sizes of scratch, and its fields by the names of Plan in
 // test_config.py; 0 where a plan does not have them.
 const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   static const int any_int[] = {0};
@@ -124,19 +129,36 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
                        .has_sm90 = problem->has_sm90 != 0};
   return error_of([&] {
     const FwdChoice choice = plan_fwd(p, hints);
-    const auto& [out, softmax, records, counters] = choice.scratch;
+    const auto& [out, softmax, totals, records, counters] = choice.scratch;
     const Tiling tiling = std::visit([](const auto& chosen) { return chosen.tiling; }, choice.plan);
     const auto* decoding = std::get_if<DecodePlan>(&choice.plan);
     const auto* on_sm80 = std::get_if<FwdSm80Plan>(&choice.plan);
-    const auto* on_sm90 = std::get_if<FwdSm90Plan>(&choice.plan);
+    const auto* invariant = std::get_if<InvariantPlan>(&choice.plan);
+    const FwdSm90Plan* on_sm90 = invariant ? invariant : std::get_if<FwdSm90Plan>(&choice.plan);
     const KeySplits splits = decoding ? decoding->splits : on_sm80 ? on_sm80->splits : KeySplits{};
     const FwdSm90Plan order = on_sm90 ? *on_sm90 : FwdSm90Plan{};
     const auto* serving = std::get_if<ServingPlan>(&choice.plan);
-    answer(plan, {static_cast<int64_t>(choice.plan.index()), out, softmax, records, counters, tiling.packed_heads.value,
-                  tiling.slots.value, tiling.tiles.value, serving ? serving->num_splits : splits.count,
-                  splits.least_n_blocks, decoding ? decoding->warps : 0, serving ? serving->blocks : order.blocks,
-                  order.swizzle.heads.value, order.swizzle.tiles.value, order.wide, serving ? serving->warpgroups : 0,
-                  serving && serving->even, serving ? serving->slots.count : 0, serving ? serving->box_rows : 0});
+    answer(plan, {static_cast<int64_t>(choice.plan.index()),
+                  out,
+                  softmax,
+                  totals,
+                  records,
+                  counters,
+                  tiling.packed_heads.value,
+                  tiling.slots.value,
+                  tiling.tiles.value,
+                  serving ? serving->num_splits : splits.count,
+                  splits.least_n_blocks,
+                  decoding ? decoding->warps : 0,
+                  serving ? serving->blocks : order.blocks,
+                  order.swizzle.heads.value,
+                  order.swizzle.tiles.value,
+                  order.wide,
+                  serving ? serving->warpgroups : 0,
+                  serving && serving->even,
+                  serving ? serving->slots.count : 0,
+                  serving ? serving->box_rows : 0,
+                  serving ? serving->pieces.n_blocks : order.pieces.n_blocks});
   });
 }
 

@@ -96,8 +96,9 @@ struct PieceRecord {
 // The pieces of tiles leave their partial results in slots of the scratch; merge_pieces adds them up.
 struct PieceSlots {
   int count = 0;
-  float* out = nullptr;            // (count, rows of a tile, channels of the instance), sums of exp(s) v
-  float* softmax = nullptr;        // (count, rows of a tile, 2), maxima and sums of exponentials
+  int rows = 0;                    // of each, as many as tiles can have
+  float* out = nullptr;            // (count, rows, channels of the instance), sums of exp(s) v
+  float* softmax = nullptr;        // (count, rows, 2), maxima and sums of exponentials
   PieceRecord* records = nullptr;  // (count)
   int* used = nullptr;             // (count), 1 where there is a piece; found and left as zeros
 };

@@ -314,9 +314,9 @@ inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, i
 // With equal shares, a thread block has two pieces that are not whole tiles. Else a piece has at least 1/4 of a thread
 // block's n_blocks (choose_piece in work_list.cuh), and only tiles of more than 1.5 pieces are cut, into less than 1.5
 // times as many pieces as they are long: so there are less than 6 pieces for each thread block. With pieces of fixed
-// length, fewer tiles are cut if there would be more than kMostFixedSlots.
+// length, fewer tiles are cut if they needed more than kMostFixedSlots, or kMostRowsEach rows for each thread block.
 inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const FixedPieces& pieces = {}) {
-  constexpr int64_t kMostSlots = 1 << 13, kMostFixedSlots = 1 << 12;
+  constexpr int64_t kMostSlots = 1 << 13, kMostFixedSlots = 1 << 12, kMostRowsEach = 768;
   const Problem& problem = p.problem;
   const auto [head_dim, head_dim_v] = ServingKernel::head_dims(problem);
   const int group = problem.heads / problem.heads_k;
@@ -337,17 +337,20 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const F
                    .pieces = pieces,
                    .slots = {}};
   int64_t slots = plan.even ? 2 * blocks : 6 * blocks;
+  const int slot_rows = problem.cu_seqlens_q ? tile_rows : std::min(tile_rows, problem.seqlen_q * packed_heads);
   if (hints.invariance > 0) {
     const int64_t most = 1 + ceil_div(hints.longest_k, int64_t{tile.keys} * std::max(1, pieces.n_blocks));
     plan.even = false, plan.num_splits = 0;
-    slots = pieces.n_blocks > 0 ? std::min(num_tiles(tiling) * most, kMostFixedSlots) : 0;
+    slots = pieces.n_blocks > 0 ? std::min({num_tiles(tiling) * most, kMostFixedSlots,
+                                            int64_t{kMostRowsEach} * blocks / std::max(1, slot_rows)})
+                                : 0;
   } else if (hints.num_splits > 0) {
     const int64_t tiles = std::max(1, num_tiles(tiling));
     plan.num_splits = static_cast<int>(std::clamp<int64_t>(kMostSlots / tiles, 1, hints.num_splits));
     slots = plan.num_splits == 1 ? 0 : tiles * plan.num_splits;
   }
-  plan.slots.count = static_cast<int>(slots);
-  const int64_t rows = slots * tile_rows, record_words = sizeof(PieceRecord) / sizeof(int);
+  plan.slots.count = static_cast<int>(slots), plan.slots.rows = slot_rows;
+  const int64_t rows = slots * slot_rows, record_words = sizeof(PieceRecord) / sizeof(int);
   return {plan,
           {.out = rows * head_dim_v,
            .softmax = 2 * rows,
@@ -406,14 +409,15 @@ inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
 // Hopper these are the instances for serving and the invariant ones for dense tensors; the portable kernel, without
 // splits, is for all that those do not take.
 
-// How long pieces are. Folding them costs prompts, and merging them costs a few long entries, less the longer they are;
-// but few entries then occupy fewer multiprocessors.
+// How long pieces are, if there is more than one. Folding them costs prompts, and merging them costs few long entries,
+// less the longer they are; but these then occupy fewer multiprocessors.
 inline FixedPieces fixed_pieces(const FwdParams& p, const FwdHints& hints) {
   constexpr int kPieceKeys = 4096;
   const auto [head_dim, head_dim_v] = ServingKernel::head_dims(p.problem);
-  const int n_blocks = kPieceKeys / serving_tile(head_dim, instance_for<ServingKernel>(p), 2, head_dim_v).keys;
+  const int keys = serving_tile(head_dim, instance_for<ServingKernel>(p), /*warpgroups=*/2, head_dim_v).keys;
+  const int n_blocks = kPieceKeys / keys;
   const bool whole = hints.invariance == 1 && hints.num_splits == 1;
-  return {.n_blocks = whole ? 0 : n_blocks};
+  return {.n_blocks = whole || hints.longest_k <= n_blocks * keys ? 0 : n_blocks};
 }
 
 // For dense tensors. Where all keys are in one piece, the ordinary instance does it, if it has the same features and as
@@ -422,12 +426,10 @@ inline FwdChoice plan_invariant_dense(const FwdParams& p, const FwdHints& hints,
   const auto [head_dim, head_dim_v] = InvariantKernel::head_dims(p.problem);
   const Features features = instance_for<InvariantKernel>(p);
   const FwdSm90Tile tile = invariant_tile(head_dim, features, head_dim_v);
-  const FwdChoice ordinary = plan_fwd_sm90(p, hints);
-  const bool wide = std::get<FwdSm90Plan>(ordinary.plan).wide;
-  const bool one_piece = pieces.n_blocks == 0 || hints.longest_k <= pieces.n_blocks * tile.keys;
-  if (one_piece && instance_for<FwdSm90Kernel>(p) == features &&
-      fwd_sm90_tile(head_dim, features, wide, head_dim_v).keys == tile.keys) {
-    return ordinary;
+  if (pieces.n_blocks == 0 && instance_for<FwdSm90Kernel>(p) == features) {
+    const FwdChoice ordinary = plan_fwd_sm90(p, hints);
+    const bool wide = std::get<FwdSm90Plan>(ordinary.plan).wide;
+    if (fwd_sm90_tile(head_dim, features, wide, head_dim_v).keys == tile.keys) return ordinary;
   }
   const int tile_rows = 64 * tile.warpgroups;
   InvariantPlan plan{plan_in_tiles(p, hints, tile_rows)};

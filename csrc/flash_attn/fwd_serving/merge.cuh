@@ -54,7 +54,7 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __
   const int first = rows.count * piece.index / piece.count, end = rows.count * (piece.index + 1) / piece.count;
   const auto softmax_of = [&](int index, int row) {
     const int64_t slot = slot_of_piece(piece, index);
-    return __ldcg(reinterpret_cast<const float2*>(slots.softmax) + slot * tile_rows + row);
+    return __ldcg(reinterpret_cast<const float2*>(slots.softmax) + slot * slots.rows + row);
   };
   for (int row = first + warp_id(); row < end; row += kMergeWarps) {
     float max = -INFINITY, sum = 0, out[kVectors][4] = {};
@@ -69,7 +69,7 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __
           // A piece without keys has no sums, and one before the first is not there.
           own[i] = {__shfl_sync(~0u, state.x, first + i), __shfl_sync(~0u, state.y, first + i)};
           const int64_t slot = slot_of_piece(piece, end - 1 - first - i);
-          const float* source = slots.out + (slot * tile_rows + row) * kCols + 4 * lane_id();
+          const float* source = slots.out + (slot * slots.rows + row) * kCols + 4 * lane_id();
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
             const bool exists = !own[i].is_empty() && 128 * v + 4 * lane_id() < kCols;

@@ -385,7 +385,7 @@ struct Consumer {
   }
   __device__ void store_piece_of(const Work& work) const {
     if constexpr (Config::kServing) {
-      store_piece<Config::kRows>(p.plan.slots, work.piece.slot, warp_row, work.rows.count, o, softmax);
+      store_piece(p.plan.slots, work.piece.slot, warp_row, work.rows.count, o, softmax);
     }
   }
 

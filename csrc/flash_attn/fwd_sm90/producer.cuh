@@ -77,7 +77,7 @@ struct Producer {
   __device__ void store_nothing(const Work& work) const {
     if (warp_id() != Config::kConsumerWarps) return;
     if constexpr (Config::kServing) {
-      if (!work.piece.is_whole()) return store_empty_piece(p.plan.slots, work.piece.slot, Config::kRows);
+      if (!work.piece.is_whole()) return store_empty_piece(p.plan.slots, work.piece.slot);
     }
     store_zeros(p.out, work);
     if (p.out_lo.data != nullptr) store_zeros(p.out_lo, work);
