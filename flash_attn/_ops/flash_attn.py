@@ -25,7 +25,7 @@ from torch import Tensor
 from flash_attn import _library, _torch_private
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
-from flash_attn._ops import autograd, checks, flops, rng, schema, sharding
+from flash_attn._ops import autograd, checks, flops, invariance, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import merge_parts
@@ -101,6 +101,7 @@ def forward(
         _check_wants_no_gradient(names, (queries, keys, values), features)
     s_dmask = rng_state = max_logit = None
     if drops := bool(options.get("dropout_p")):
+        invariance.refuse_unkept(dropout_p=options["dropout_p"])
         arguments = Options(*arguments)
         if return_softmax and arguments.cu_seqlens_q is not None:
             arguments = _with_bounds(arguments, names, options)
@@ -1249,7 +1250,7 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, *options):
 
 
 def _fwd_reference(q, k, v, *options):
-    out, softmax_lse = reference.fwd(*unpack(q, k, v), Options(*options))
+    out, softmax_lse = reference.fwd(*unpack(q, k, v), Options(*options), invariant=invariance.level() > 0)
     return out if k is not None else out.contiguous(), softmax_lse
 
 
@@ -1270,7 +1271,7 @@ def _bwd_plain_reference(dout, q, k, v, out, softmax_lse, *options):
 
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
-    return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options))
+    return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options), invariant=invariance.level() > 0)
 
 
 def _fwd_into_reference(q, k, v, out, lse, *options):
@@ -1372,7 +1373,7 @@ fwd = _library.define(
     kernel_dtypes=KERNEL_DTYPES,
     autograd=_Attention,
     differentiable=3,
-    composite=_fwd_composite,
+    composite=invariance.refusing(_fwd_composite),
     flops=flops.attention_fwd,
     sharding=sharding.attention_fwd,
 )

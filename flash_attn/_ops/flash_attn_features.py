@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn import _library
 from flash_attn._errors import ArgumentError
-from flash_attn._ops import autograd, checks, flops, schema, sharding
+from flash_attn._ops import autograd, checks, flops, invariance, schema, sharding
 from flash_attn._reference import attention as reference
 from flash_attn._reference.attention import differentiable
 from flash_attn._reference.attention.options import CacheOptions, Features, Options
@@ -250,7 +250,7 @@ def _fwd_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    return reference.fwd_features(q, k, v, options, features)
+    return reference.fwd_features(q, k, v, options, features, invariant=invariance.level() > 0)
 
 
 def _fwd_with_residue_fake(q, k, v, sink, bias, *arguments):
@@ -263,7 +263,8 @@ def _fwd_with_residue_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_with_residue_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    unrounded, *others = reference.fwd_features(*(x.float() for x in unpack(q, k, v)), options, features)
+    floats = (x.float() for x in unpack(q, k, v))
+    unrounded, *others = reference.fwd_features(*floats, options, features, invariant=invariance.level() > 0)
     out = unrounded.to(q.dtype)
     return out, *others, (unrounded - out).to(q.dtype)
 
@@ -287,7 +288,8 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, CacheOptions)
-    return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
+    invariant = invariance.level() > 0
+    return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features, invariant=invariant)
 
 
 def write_into(results: Sequence[Tensor], *targets: Tensor | None) -> None:
@@ -440,7 +442,7 @@ fwd_features = _library.define(
     beyond_kernel=_beyond_fwd,
     autograd=_Attention,
     differentiable=5,
-    composite=_fwd_composite,
+    composite=invariance.refusing(_fwd_composite),
     flops=flops.attention_fwd_features,
     sharding=sharding.attention_fwd_features,
 )
@@ -456,7 +458,7 @@ fwd_with_residue = _library.define(
     beyond_kernel=_beyond_fwd_with_residue,
     autograd=_AttentionWithResidue,
     differentiable=5,
-    composite=_fwd_with_residue_composite,
+    composite=invariance.refusing(_fwd_with_residue_composite),
     flops=flops.attention_fwd_features,
     sharding=sharding.attention_fwd_with_residue,
 )

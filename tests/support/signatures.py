@@ -9,6 +9,11 @@ _HEAD = (  # of BERT
     "labels=None, num_items_in_batch=None, return_dict=None, **options"
 )
 SIGNATURES = {
+    "flash_attn.batch_invariance": {
+        "batch_invariant": "level=1",
+        "get_batch_invariant": "",
+        "set_batch_invariant": "level",
+    },
     "flash_attn.bert_padding": {
         "index_first_axis": "input, indices",
         "index_put_first_axis": "values, indices, first_axis_dim",
