@@ -16,6 +16,7 @@ from flash_attn._ops import checks
 
 ENVIRONMENT = "FLASH_ATTENTION_BATCH_INVARIANT"
 LEVELS = (0, 1, 2)
+_ALIGNED = 8  # elements; of 16 bits, they are 16 bytes
 _ALL = "the integer 0, 1 or 2"
 
 
@@ -45,6 +46,52 @@ def refuse_unkept(dropout_p: float | None = None) -> None:
         )
 
 
+def refuse_sums_of_many(processes: int) -> None:
+    """Raise at level 2 for a sum over more than two processes, in an order that depends on how much is sent."""
+    if _level == 2 and processes > 2:
+        raise NotImplementedError(
+            "process_group must have at most 2 processes that sum their parts of a layer where the level of batch "
+            f"invariance is 2, found {processes}: the order of a sum depends on the size of the message"
+        )
+
+
+def refuse_ragged(name: str, columns: int) -> None:
+    """Raise for rows of which kernels add other columns together in each row, as that is where accesses are aligned."""
+    if _level and columns % _ALIGNED:
+        raise NotImplementedError(
+            f"{name} must have a multiple of {_ALIGNED} columns where the level of batch invariance is {_level}, found "
+            f"{columns}"
+        )
+
+
+def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns x (..., columns), or a copy of it whose rows all begin where kernels can read 16 bytes at once.
+
+    In rows that begin elsewhere, kernels add other columns together.
+    """
+    if not any(step % _ALIGNED for step in (x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:
+        return x
+    columns = x.shape[-1]
+    return torch.nn.functional.pad(x, (0, -columns % _ALIGNED))[..., :columns]
+
+
+def refuse_angles_of_length() -> None:
+    """Raise at level 2 for a model whose rotary angles depend on the length of a sequence, or of its cache."""
+    if _level == 2:
+        raise NotImplementedError(
+            "config.rope_parameters must give angles that do not depend on the length of a sequence where the level of "
+            "batch invariance is 2, found a rope_type that does: a token would get other angles in a longer cache"
+        )
+
+
+def refuse_torch_attention() -> None:
+    """Raise for attention by torch's own products, whose order of sums depends on the batch."""
+    if _level:
+        raise NotImplementedError(
+            f"use_flash_attn must be True where the level of batch invariance is {_level}, found False"
+        )
+
+
 def refusing(composite: Callable) -> Callable:
     """Returns `composite`, an op in operations of torch, as a function that raises where a level is in force.
 
@@ -55,8 +102,8 @@ def refusing(composite: Callable) -> Callable:
     def refused_in_force(*args):
         if _level:
             raise NotImplementedError(
-                "attention must have no tangents and be in no transform of torch.func where the level of batch "
-                f"invariance is {_level}, found one: call it within batch_invariant(0)"
+                "attention and layers must have no tangents and be in no transform of torch.func where the level of "
+                f"batch invariance is {_level}, found one: call them within batch_invariant(0)"
             )
         return composite(*args)
 

@@ -1,13 +1,26 @@
-"""Activations and their gradients in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.activation`."""
+"""Activations and their gradients in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.activation`.
+
+The forwards are formulas of exp, erf, tanh and arithmetic. On a CPU, torch's own gelu and silu compute the last few
+elements of a tensor by other instructions than those before, which changes bits with the place of a row.
+"""
+
+import math
 
 import torch
 from torch.nn import functional
 
+
+def _sigmoid(x):
+    return 1 / (1 + x.neg().clamp(max=80).exp())  # whose square, in the derivative, is finite
+
+
 _FWD = {
-    "gelu_approx": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu": lambda x: 0.5 * x * (1 + (x * math.sqrt(0.5)).erf()),
+    "gelu_approx": lambda x: 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))).tanh()),
     "relu": functional.relu,
     "sqrelu": lambda x: functional.relu(x).square(),
-    "silu": functional.silu,
+    "sigmoid": _sigmoid,
+    "silu": lambda x: x * _sigmoid(x),
 }
 _BWD = {
     "gelu_approx": lambda dout, x: torch.ops.aten.gelu_backward(dout, x, approximate="tanh"),
@@ -30,6 +43,11 @@ def bwd(dout, x, y, activation):
         return _stored(_BWD[activation](*wide), x), x.new_empty(0)
     dx = _BWD[activation](wide[0] * _wide(y), wide[1])
     return _stored(dx, x), _stored(wide[0] * _FWD[activation](wide[1]), y)
+
+
+def formula(activation, x):
+    """act(x) in operations that autograd knows, in the dtype of x."""
+    return _FWD[activation](_wide(x)).to(x.dtype)
 
 
 def gated_fwd(x, activation):

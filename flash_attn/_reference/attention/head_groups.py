@@ -70,7 +70,7 @@ class Group(NamedTuple):
         return x.flatten(0, 1)
 
     def existing(self, block: torch.Tensor, rows: range, cols: range) -> tuple[torch.Tensor, range, range]:
-        """Returns what a block (.., len(rows), len(cols)) holds of rows and keys that there are, and which these are."""
+        """Returns what a block (.., len(rows), len(cols)) holds of rows and keys that there are, and which."""
         return block, rows, cols
 
     def there(self, rows: range) -> range:
