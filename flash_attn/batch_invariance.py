@@ -10,14 +10,11 @@ docs/guides/batch_invariance.md says what each level promises, what it costs, an
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 from flash_attn._ops import invariance
 
 __all__ = ["batch_invariant", "get_batch_invariant", "set_batch_invariant"]
 
 
-@torch.compiler.disable
 def set_batch_invariant(level: int) -> None:
     """Choose the level of batch invariance of all calls that follow in this process, in every thread.
 

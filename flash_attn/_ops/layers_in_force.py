@@ -77,7 +77,7 @@ def _formula(name: str) -> Callable:
 
 
 def _glu(func, input, dim=-1):
-    if _library.is_where_kernels_run(input):
+    if _library.is_where_kernels_run(input) or input.shape[dim] % 2:
         return func(input, dim)
     value, gate = input.chunk(2, dim)
     return value * activation.formula("sigmoid", gate)

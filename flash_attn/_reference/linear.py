@@ -17,10 +17,11 @@ def fwd(x, weight, bias):
     """x weight^T + bias, computed in fp32, or fp64 for fp64, and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     rows, columns = matrix(x).to(wide), weight.to(wide).mT
-    blocks = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS)).view(-1, ROWS, rows.shape[1])
-    out = rows.new_empty(len(blocks), ROWS, columns.shape[1])
-    for block, product in zip(blocks, out, strict=True):
-        torch.mm(block, columns, out=product)
+    blocks = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS)).split(ROWS)
+    out = rows.new_empty(ROWS * len(blocks), columns.shape[1])
+    for block, product in zip(blocks, out.split(ROWS), strict=True):
+        if len(block) > 0:
+            torch.mm(block, columns, out=product)
     if bias is not None:
         out += bias.to(wide)
-    return out.flatten(0, 1)[: len(rows)].reshape(*x.shape[:-1], -1).to(x.dtype)
+    return out[: len(rows)].reshape(*x.shape[:-1], len(weight)).to(x.dtype)
