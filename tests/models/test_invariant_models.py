@@ -1,4 +1,4 @@
-"""Decoders at level 2 of batch invariance: logits of generated tokens are those of the training forward, bit for bit."""
+"""Decoders at level 2 of batch invariance: generated tokens have the logits of the training forward, bit for bit."""
 
 import functools
 
@@ -194,7 +194,7 @@ def test_compiled(tokens):
 def test_what_cannot_be_kept_is_refused(tokens):
     config = _gpt2()
     config.use_flash_attn = False
-    with pytest.raises(NotImplementedError, match="use_flash_attn must be True where the level .* is 2, found False"):
+    with pytest.raises(NotImplementedError, match=r"use_flash_attn must be True where the level .* is 2, found False"):
         GPTLMHeadModel(config, device=tokens.device)(tokens)
     scaled = _llama(rotary_emb_scaling=dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=16))
     with pytest.raises(NotImplementedError, match="must give angles that do not depend on the length of a sequence"):

@@ -1,4 +1,4 @@
-"""batch_invariant_linear against float64, and its bits, which depend on no other row; torch's layers within a context."""
+"""batch_invariant_linear against float64, and its bits, which depend on no other row; torch's layers in a context."""
 
 import functools
 import importlib
@@ -227,7 +227,7 @@ def test_weights_that_are_no_plain_tensors_are_refused(device):
     x, weight, _ = draw("few", "fp32", device)
     with (
         batch_invariant_layers(),
-        pytest.raises(NotImplementedError, match="weight of a linear layer must be a plain tensor .* found Quantized"),
+        pytest.raises(NotImplementedError, match=r"weight of a linear layer must be a plain tensor .* found Quantized"),
     ):
         F.linear(x, weight.as_subclass(Quantized))
 
