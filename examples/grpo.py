@@ -69,7 +69,7 @@ def reward(prompts, answers):
 
 
 def log_probabilities(logits, tokens):
-    """Of tokens (...) by logits (..., vocabulary), float32. One operation for sampler and trainer, whatever the shape."""
+    """Of tokens (...) by logits (..., vocabulary), float32: one operation for sampler and trainer."""
     losses = CrossEntropyLoss(reduction="none")(logits.flatten(0, -2).float(), tokens.flatten())
     return -losses.view(tokens.shape)
 
@@ -106,7 +106,7 @@ def advantages(rewards, group):
 
 
 def train(model, args):
-    """Returns the mean reward of each step, and in the first update of each step the KL divergence and largest ratio."""
+    """Returns (mean reward, KL divergence, largest |ratio - 1|) of each step, the last two before its first update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     device, history = torch.device(args.device), []
     progress = tqdm(range(args.steps), desc="learning to sort", unit="step")

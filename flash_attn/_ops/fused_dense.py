@@ -26,6 +26,7 @@ computed in one kernel. The gradient of the activation and dbias are computed in
 fp32.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -322,7 +323,7 @@ def _mlp_gradients(dout, dresidual, x, weight1, weight2, hidden, activation, exc
     return dx, dweight1, dbias1 if needs[2] else None, dweight2, dbias2
 
 
-@invariance.refusing
+@functools.partial(invariance.refusing, least=2)
 @autograd.in_plain_torch
 def _mlp_in_plain_torch(x, weight1, bias1, weight2, bias2, activation):
     act, _ = reference.fwd(x, weight1, bias1, activation, False, 0)

@@ -92,15 +92,15 @@ def refuse_torch_attention() -> None:
         )
 
 
-def refusing(composite: Callable) -> Callable:
-    """Returns `composite`, an op in operations of torch, as a function that raises where a level is in force.
+def refusing(composite: Callable, least: int = 1) -> Callable:
+    """Returns `composite`, an op in operations of torch, as a function that raises from level `least` on.
 
     The order of these operations depends on the shapes of the batch.
     """
 
     @functools.wraps(composite)
     def refused_in_force(*args):
-        if _level:
+        if _level >= least:
             raise NotImplementedError(
                 "attention and layers must have no tangents and be in no transform of torch.func where the level of "
                 f"batch invariance is {_level}, found one: call them within batch_invariant(0)"

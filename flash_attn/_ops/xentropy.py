@@ -371,7 +371,7 @@ fwd = _library.define(
     fake=_fwd_fake,
     autograd=_CrossEntropy,
     differentiable=1,
-    composite=_fwd_composite,
+    composite=invariance.refusing(_fwd_composite),
     triton=triton.launch("xentropy", "fwd"),
     sharding=sharding.xentropy_fwd,
 )
