@@ -26,12 +26,14 @@ def level() -> int:
 
 
 def set_level(value: int) -> None:
-    """Put a level in force, here and in the kernel library."""
+    """Put a level in force, in the kernel library and here."""
     global _level
+    if torch.compiler.is_compiling():  # a graph would set the level after all that it computes
+        torch._dynamo.graph_break("the level of batch invariance must be set outside of a graph")
     checks.integer("level", value, _ALL)
     checks.number("level", value, value in LEVELS, _ALL)
+    _tell_kernels(int(value))
     _level = int(value)
-    _tell_kernels()
 
 
 def refuse_unkept(dropout_p: float | None = None) -> None:
@@ -117,14 +119,19 @@ def _from_environment() -> int:
     return int(value or 0)
 
 
-def _tell_kernels() -> None:
-    """Give the level to the planners of the kernels, if a library of them is loaded."""
-    _library.load_error()
+def _tell_kernels(value: int) -> None:
+    """Give a level to the planners of the kernels, if a library of them is loaded."""
+    path = _library.library_path()  # which loads it
     tell = getattr(torch.ops.flash_attn, "set_batch_invariant", None)
     if tell is not None:
-        tell(_level)
+        tell(value)
+    elif path is not None and value:
+        raise RuntimeError(
+            f"level must be 0 with the kernels of {path}, found {value}: they were built before there was batch "
+            "invariance. Build them again"
+        )
 
 
 _level = _from_environment()
 if _level:
-    _tell_kernels()
+    _tell_kernels(_level)

@@ -1,6 +1,7 @@
 """The bits of attention under batch_invariant: they depend on no neighbour, layout or chunk, in training or serving."""
 
 import itertools
+import pathlib
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_attn
 from flash_attn import (
+    _library,
     batch_invariant,
     flash_attn_func,
     flash_attn_qkvpacked_func,
@@ -364,6 +366,19 @@ def test_kernels_are_told(monkeypatch):
     assert told == [2, 0]
 
 
+def test_kernels_that_cannot_be_told(monkeypatch):
+    """The level stays what it was."""
+    monkeypatch.setattr(torch.ops.flash_attn, "set_batch_invariant", None, raising=False)
+    monkeypatch.setattr(_library, "library_path", lambda: pathlib.Path("old/_kernels.so"))
+    for level in (1, 2):
+        message = f"level must be 0 with the kernels of old/_kernels.so, found {level}: they were built before"
+        with pytest.raises(RuntimeError, match=message):
+            flash_attn.set_batch_invariant(level)
+        assert flash_attn.get_batch_invariant() == 0
+    with batch_invariant(0):
+        pass
+
+
 def test_other_threads_see_the_level(device):
     """The backward runs in threads of autograd."""
     seen = []
@@ -398,6 +413,36 @@ def test_compiled_functions_follow_the_level(device):
             assert seen == level
             assert torch.equal(out, flash_attn_func(q, k, v, causal=True))
     assert backend.frame_count == 3
+
+
+@torch.library.custom_op("test_batch_invariance::level", mutates_args=())
+def _level_at_run_time(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((), flash_attn.get_batch_invariant(), device=x.device)
+
+
+_level_at_run_time.register_fake(lambda x: x.new_empty((), dtype=torch.int64))
+
+
+def test_levels_within_compiled_functions(device, recwarn):
+    """Setting a level is outside of any graph, so that what follows it is computed at that level."""
+
+    def within_context(x):
+        with batch_invariant(2):
+            return _level_at_run_time(x), flash_attn.get_batch_invariant()
+
+    def between_choices(x):
+        flash_attn.set_batch_invariant(2)
+        found = _level_at_run_time(x), flash_attn.get_batch_invariant()
+        flash_attn.set_batch_invariant(0)
+        return found
+
+    x = torch.ones(3, device=device)
+    for function in (within_context, between_choices):
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+        assert torch.compile(function, backend="aot_eager")(x) == (2, 2)
+        assert flash_attn.get_batch_invariant() == 0
+    assert not [str(each.message) for each in recwarn if "lru_cache" in str(each.message)]
 
 
 def test_what_cannot_be_kept_is_refused(device):
