@@ -18,6 +18,7 @@ ENVIRONMENT = "FLASH_ATTENTION_BATCH_INVARIANT"
 LEVELS = (0, 1, 2)
 _ALIGNED = 8  # elements; of 16 bits, they are 16 bytes
 _ALL = "the integer 0, 1 or 2"
+_KERNELS = _library.library_path()  # the library, which this loads
 
 
 def level() -> int:
@@ -121,13 +122,12 @@ def _from_environment() -> int:
 
 def _tell_kernels(value: int) -> None:
     """Give a level to the planners of the kernels, if a library of them is loaded."""
-    path = _library.library_path()  # which loads it
     tell = getattr(torch.ops.flash_attn, "set_batch_invariant", None)
     if tell is not None:
         tell(value)
-    elif path is not None and value:
+    elif _KERNELS is not None and value:
         raise RuntimeError(
-            f"level must be 0 with the kernels of {path}, found {value}: they were built before there was batch "
+            f"level must be 0 with the kernels of {_KERNELS}, found {value}: they were built before there was batch "
             "invariance. Build them again"
         )
 

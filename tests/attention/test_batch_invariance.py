@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_attn
 from flash_attn import (
-    _library,
     batch_invariant,
     flash_attn_func,
     flash_attn_qkvpacked_func,
@@ -369,7 +368,7 @@ def test_kernels_are_told(monkeypatch):
 def test_kernels_that_cannot_be_told(monkeypatch):
     """The level stays what it was."""
     monkeypatch.setattr(torch.ops.flash_attn, "set_batch_invariant", None, raising=False)
-    monkeypatch.setattr(_library, "library_path", lambda: pathlib.Path("old/_kernels.so"))
+    monkeypatch.setattr(invariance, "_KERNELS", pathlib.Path("old/_kernels.so"))
     for level in (1, 2):
         message = f"level must be 0 with the kernels of old/_kernels.so, found {level}: they were built before"
         with pytest.raises(RuntimeError, match=message):
