@@ -261,6 +261,8 @@ def plain_forward(
         return None
     try:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            if invariance.level():  # the backward of a plain call is not deterministic
+                return None
             return _apply_plain(q, k, v, (scale, *window))
         return _refusable(fwd_plain_out, q, k, v, scale, *window)
     except _Refused:
@@ -308,7 +310,7 @@ def plain_varlen(
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k
     try:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            if out is not None or exact_gradients:
+            if out is not None or exact_gradients or invariance.level():
                 return None
             out, lse = _apply_varlen(q, k, v, (scale, *window, *lengths, num_splits))
         else:
@@ -771,6 +773,7 @@ def _in_two_calls(op, inputs, options, features):
     sink, bias, ranges, *rest = features
     exact = isinstance(options, Options) and options.exact_gradients
     if exact:  # rounded outs would spoil the gradients of how much each range counts
+        invariance.refuse_unkept(exact_gradients=True)
         op = with_features.fwd_with_residue
     parts, row_maxima = [], []
     for each in with_features.disjoint(ranges):
@@ -800,7 +803,12 @@ def _checked(
     """Returns the arguments of an op from softmax_scale on, up to the last one that is given.
 
     kind: Options or CacheOptions. scores: its first fields. options: the other fields by name; None means the default.
+
+    The same call has the same bits at each level of batch invariance, so from 1 on gradients are deterministic. The
+    level when the forward is called decides it, like the argument: a graph of torch's compiler has it as a constant.
     """
+    if kind is Options and invariance.level():
+        options = {**options, "deterministic": True}
     fields, values, end = _FIELDS[kind], None, 0
     for name, value in options.items():
         if value is None:

@@ -57,6 +57,7 @@ def checked(
     sink, bias, ranges, chunk, seqused_q, _, lse, max_logit = given
     heads, rows = q.shape[-2], q.shape[-3]
     checks.flags(return_lse=lse, return_max_logit=max_logit)
+    invariance.refuse_unkept(return_max_logit=bool(max_logit))
     if sink is not None:
         checks.tensor("learnable_sink", sink, dtypes=SINK_DTYPES, shape=(heads,), device=q.device)
     if bias is not None:
@@ -236,6 +237,17 @@ def out_fake(q: Tensor, v: Tensor, order: torch.memory_format = torch.preserve_f
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
+def _invariant(q, v, options, features):
+    """Whether the level in force asks the reference for bits that do not depend on the batch.
+
+    At level 2 it is refused where kernels compute the same rows in another call.
+    """
+    if invariance.level() == 2 and q.dtype in KERNEL_DTYPES and _library.runs_in_kernel("fwd_features", q):
+        if not _beyond_head_dims(q, v, KERNEL_HEAD_DIM):
+            invariance.refuse_unkept(beyond_kernels=beyond_kernels(q, v, options, features))
+    return invariance.level() > 0
+
+
 def _results_fake(q, v, features, order=torch.preserve_format):
     out = out_fake(q, v, order)
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
@@ -250,7 +262,7 @@ def _fwd_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    return reference.fwd_features(q, k, v, options, features, invariant=invariance.level() > 0)
+    return reference.fwd_features(q, k, v, options, features, invariant=_invariant(q, v, options, features))
 
 
 def _fwd_with_residue_fake(q, k, v, sink, bias, *arguments):
@@ -263,8 +275,9 @@ def _fwd_with_residue_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_with_residue_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    floats = (x.float() for x in unpack(q, k, v))
-    unrounded, *others = reference.fwd_features(*floats, options, features, invariant=invariance.level() > 0)
+    q, k, v = unpack(q, k, v)
+    invariant = _invariant(q, v, options, features)
+    unrounded, *others = reference.fwd_features(q.float(), k.float(), v.float(), options, features, invariant=invariant)
     out = unrounded.to(q.dtype)
     return out, *others, (unrounded - out).to(q.dtype)
 
@@ -288,7 +301,7 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, CacheOptions)
-    invariant = invariance.level() > 0
+    invariant = _invariant(q, v_cache, options, features)
     return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features, invariant=invariant)
 
 

@@ -6,7 +6,7 @@ Ops read the level when they run, so what is compiled or captured need not know 
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,15 +37,41 @@ def set_level(value: int) -> None:
     _level = int(value)
 
 
-def refuse_unkept(dropout_p: float | None = None) -> None:
-    """Raise for a call of attention whose arguments the level in force cannot keep its promise for.
+def refuse_unkept(
+    *,
+    dropout_p: float | None = None,
+    return_max_logit: bool = False,
+    exact_gradients: bool = False,
+    beyond_kernels: Sequence[str] = (),
+) -> None:
+    """Raise for a call of attention with one of these, for which level 2 cannot keep its promise where it is in force.
 
     Every such refusal is here, so that one list says what cannot be had.
+
+    exact_gradients: with two key ranges of each row, whose results are merged before they are rounded, but after it
+        in serving. beyond_kernels: what in this call kernels do not take, while they compute these rows in others.
     """
-    if _level == 2 and dropout_p:
+    if _level < 2:
+        return
+    at_level_2 = "where the level of batch invariance is 2, found"
+    if dropout_p:
         raise ArgumentError(
-            f"dropout_p must be 0 where the level of batch invariance is 2, found {dropout_p}: what drops weights in "
-            "training cannot equal what serves; set_batch_invariant(1) allows it"
+            f"dropout_p must be 0 {at_level_2} {dropout_p}: what drops weights in training cannot equal what serves; "
+            "set_batch_invariant(1) allows it"
+        )
+    if return_max_logit:
+        raise ArgumentError(
+            f"return_max_logit must be False {at_level_2} True: kernels that return the largest score round otherwise"
+        )
+    if exact_gradients:
+        raise ArgumentError(
+            f"flash_attn.precision must not use exact gradients with two key_ranges {at_level_2} them: serving merges "
+            "the ranges after rounding"
+        )
+    if beyond_kernels:
+        raise ArgumentError(
+            f"attention must run in kernels {at_level_2} {' and '.join(beyond_kernels)}, which they do not take: they "
+            "would compute the same rows in another call"
         )
 
 
