@@ -152,7 +152,9 @@ def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def activate(y, activation):
     """act(y) of the output of a layer, differentiable."""
-    return (activations if y.dtype in activations.DTYPES else activation_reference).fwd(y, None, activation)
+    if y.dtype in activations.DTYPES:
+        return activations.fwd(y, None, activation)
+    return activation_reference.fwd(y, None, activation, invariant=invariance.level() > 0)
 
 
 def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import DTYPES
 
 from flash_attn import batch_invariant
@@ -95,6 +96,15 @@ ACTIVATIONS = {
 def test_activations(name, dtype, device):
     for width in (64, 33, 1000):
         assert_same_rows(lambda x, y: (ACTIVATIONS[name](x, y),), *(3 * x for x in rows(device, dtype, width, 2)))
+
+
+def test_activations_at_level_0_are_those_of_torch(device):
+    """Formulas are slower."""
+    x, y = 3 * torch.randn(2, 33, 70, device=device)
+    with batch_invariant(0):
+        found = activations.fast_gelu_impl(x), activations.swiglu(x, y)
+    if device.type == "cpu":
+        assert torch.equal(found[0], F.gelu(x, approximate="tanh")) and torch.equal(found[1], F.silu(x) * y)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

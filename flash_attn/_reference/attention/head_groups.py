@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .batch_layout import Part
 
@@ -25,6 +26,7 @@ _BLOCK_COLS = 512
 _GROUP_KEYS = 2**21  # elements of k that are held in fp32 at a time
 
 _ALIGNED_ROWS, _ALIGNED_COLS = 16, 64
+_NONE = range(0)
 _ONE_THREAD = 2**15 - 1  # elements of which torch divides no elementwise operation or sum among threads
 
 
@@ -69,13 +71,17 @@ class Group(NamedTuple):
             x = x.unflatten(1, (num_heads, -1))
         return x.flatten(0, 1)
 
-    def existing(self, block: torch.Tensor, rows: range, cols: range) -> tuple[torch.Tensor, range, range]:
-        """Returns what a block (.., len(rows), len(cols)) holds of rows and keys that there are, and which."""
-        return block, rows, cols
+    def there(self, rows: range, cols: range = _NONE) -> tuple[range, range]:
+        """The rows and keys of a block that there are."""
+        return rows, cols
 
-    def there(self, rows: range) -> range:
-        """The rows of a block that there are."""
-        return rows
+    def within(self, block: torch.Tensor, rows: range, cols: range) -> torch.Tensor:
+        """Returns what a block (.., len(rows), len(cols)) holds of rows and keys that there are, a view."""
+        return block
+
+    def whole(self, part: torch.Tensor, rows: range, cols: range) -> torch.Tensor:
+        """Returns a block (.., len(rows), len(cols)) with zeros beside the rows and keys that there are."""
+        return part
 
     def row_blocks(self) -> list[range]:
         return _blocks(range(self.part.seqlen_q), self.block_rows)
@@ -95,14 +101,14 @@ class AlignedGroup(Group):
     """A group of one entry in blocks of one size, which begin at multiples of it; see the top of this file."""
 
     def load_rows(self, x: torch.Tensor, rows: range, dtype: torch.dtype) -> torch.Tensor:
-        there = self.there(rows)
+        there, _ = self.there(rows)
         loaded = self._rows(x, there).flatten(0, 1)
         block = x.new_zeros((*loaded.shape[:2], len(rows), loaded.shape[-1]), dtype=dtype)
         block[:, :, there.start - rows.start :][:, :, : len(there)] = loaded
         return block.flatten(1, 2)
 
     def store_rows(self, x: torch.Tensor, rows: range, block: torch.Tensor) -> None:
-        there = self.there(rows)
+        there, _ = self.there(rows)
         target = self._rows(x, there)
         block = block.view(*target.shape[:3], len(rows), block.shape[-1])
         target.copy_(block[..., there.start - rows.start :, :][..., : len(there), :])
@@ -114,9 +120,17 @@ class AlignedGroup(Group):
         loaded[:, : keys.shape[1]] = keys
         return loaded
 
-    def existing(self, block: torch.Tensor, rows: range, cols: range) -> tuple[torch.Tensor, range, range]:
-        there, keys = self.there(rows), range(cols.start, min(cols.stop, self.part.seqlen_k))
-        return block[..., there.start - rows.start :, :][..., : len(there), : len(keys)], there, keys
+    def there(self, rows: range, cols: range = _NONE) -> tuple[range, range]:
+        keys = range(cols.start, min(cols.stop, self.part.seqlen_k))
+        return range(max(rows.start, 0), min(rows.stop, self.part.seqlen_q)), keys
+
+    def within(self, block: torch.Tensor, rows: range, cols: range) -> torch.Tensor:
+        there, keys = self.there(rows, cols)
+        return block[..., there.start - rows.start :, :][..., : len(there), : len(keys)]
+
+    def whole(self, part: torch.Tensor, rows: range, cols: range) -> torch.Tensor:
+        there, keys = self.there(rows, cols)
+        return F.pad(part, (0, len(cols) - len(keys), there.start - rows.start, rows.stop - there.stop))
 
     def row_blocks(self) -> list[range]:
         shift = self.part.seqlen_k - self.part.seqlen_q  # row i has the place of key i + shift
@@ -124,9 +138,6 @@ class AlignedGroup(Group):
 
     def col_blocks(self, keys: range) -> list[range]:
         return _aligned(keys, self.block_cols)
-
-    def there(self, rows: range) -> range:
-        return range(max(rows.start, 0), min(rows.stop, self.part.seqlen_q))
 
 
 def groups(q: torch.Tensor, k: torch.Tensor, parts: list[Part], without_keys: bool = False) -> Iterator[Group]:

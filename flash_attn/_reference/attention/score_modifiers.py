@@ -31,11 +31,10 @@ class Scores:
             numbers = torch.arange(part.entries.stop * heads, device=options.rng_state.device)
             batch_heads = group.per_head(numbers.view(-1, heads))
             self.keep_mask = functools.partial(keep_mask, options.rng_state, options.dropout_p, batch_heads)
-            self.pairs, self.device = batch_heads.shape, batch_heads.device
 
     def keys(self, rows: range) -> range:
         """The keys that some row of a block may see."""
-        there = self.group.there(rows)
+        there, _ = self.group.there(rows)
         return self.mask.keys(there)
 
     def compute(
@@ -47,15 +46,15 @@ class Scores:
             s.div_(self.options.softcap).tanh_()
             slope = 1 - s.square()
             s.mul_(self.options.softcap)
-        existing, rows, cols = self.group.existing(self._by_head(s), rows, cols)
+        part, (rows, cols) = self.group.within(self._by_head(s), rows, cols), self.group.there(rows, cols)
         if self.slopes is not None:
-            existing.sub_(self.slopes * self.mask.distance(rows, cols, s))
+            part.sub_(self.slopes * self.mask.distance(rows, cols, s))
         if self.bias is not None:
             bias = self.bias.block(rows, cols)
             if bias.dtype == torch.bool:
-                existing.masked_fill_(~bias, -math.inf)
+                part.masked_fill_(~bias, -math.inf)
             else:
-                existing.add_(bias)
+                part.add_(bias)
         return s, slope
 
     def add_bias_gradient_(self, total: torch.Tensor, ds: torch.Tensor, rows: range, cols: range) -> None:
@@ -65,8 +64,8 @@ class Scores:
 
     def hide_(self, s: torch.Tensor, rows: range, cols: range, value: float) -> None:
         """Write `value` where a row does not see a key, in place."""
-        existing, rows, keys = self.group.existing(self._by_head(s), rows, cols)
-        self.mask.hide_(existing, rows, keys, value)
+        part, (rows, keys) = self.group.within(self._by_head(s), rows, cols), self.group.there(rows, cols)
+        self.mask.hide_(part, rows, keys, value)
         if len(keys) < len(cols):
             s[..., len(keys) :] = value
 
@@ -74,11 +73,8 @@ class Scores:
         """Returns Z / (1 - p), the factor of dropout for each element of a block; None without dropout."""
         if self.keep_mask is None:
             return None
-        pairs, sharing = self.pairs
-        factor = torch.zeros(pairs, sharing, len(rows), len(cols), dtype=dtype, device=self.device)
-        existing, rows, cols = self.group.existing(factor, rows, cols)
-        existing.copy_(self.keep_mask(rows, cols)).div_(1 - self.options.dropout_p)
-        return factor.flatten(1, 2)
+        factor = self.keep_mask(*self.group.there(rows, cols)).to(dtype).div_(1 - self.options.dropout_p)
+        return self.group.whole(factor, rows, cols).flatten(1, 2)
 
     def _by_head(self, s: torch.Tensor) -> torch.Tensor:
         return s.unflatten(1, (self.sharing, -1))
