@@ -61,6 +61,7 @@ def installation() -> list[str]:
         f"python {platform.python_version()} on {platform.platform()}",
         f"driver {_driver()}",
         f"kernels: {_describe_library(path)}" if path else f"kernels: none, {error}",
+        f"batch invariance: level {flash_attn.get_batch_invariant()}",
     ]
 
 

@@ -367,7 +367,8 @@ def flash_attn_varlen_func(
             contiguous. It must share no memory with the inputs, and nothing may require grad. None makes a new one.
         return_softmax_lse: another name of return_lse.
         num_splits: the most parts into which the keys of an entry are divided, at most 128, so that a small batch
-            occupies the whole device; 1 means none, and the library chooses if it is below 1.
+            occupies the whole device; 1 means none, and the library chooses if it is below 1. Overridden where the
+            level of `flash_attn.set_batch_invariant` is 2.
         scheduler_metadata: int32, what `get_scheduler_metadata` returned, or None; it changes nothing.
         qv, q_v: must be None: queries of the values are not supported. Concatenate them to q, and v to k.
 
@@ -689,7 +690,8 @@ def flash_attn_with_kvcache(
             (t, t + rotary_dim / 2), which is the default of `flash_attn.layers.rotary` and of the modules, and what
             GPT-NeoX and Llama mean.
         num_splits: into how many parts the keys of each entry are divided, at most 128, so that a small batch
-            occupies the whole device; the library chooses if it is below 1.
+            occupies the whole device; the library chooses if it is below 1. Overridden where the level of
+            `flash_attn.set_batch_invariant` is 2.
         return_softmax_lse: also return softmax_lse.
         cu_seqlens_q: int32 (batch + 1,), starting at 0, for entries with different numbers of queries: entry b has the
             rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q; or None. Rows after the last entry give 0.

@@ -12,6 +12,8 @@ import sys
 import pytest
 import torch
 
+import flash_attn
+
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 pytest.importorskip("tqdm", reason="the examples need tqdm")
 
@@ -104,6 +106,30 @@ def test_serving(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     printed = _run("serving.py", *model, "--requests", "1", "--length", "1", "--budget", "1", "--out", str(path))
     assert printed.startswith("1 requests, 1 tokens") and "first token after" in printed and "one every" not in printed
+
+
+def test_grpo(tmp_path):
+    """Sampler and trainer agree exactly at level 2, before and after an update."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    path = tmp_path / "new" / "grpo.png"
+    printed = _run("grpo.py", "--steps", "2", "--prompts", "3", "--group", "4", "--digits", "5", "--out", str(path))
+    assert "first step, level 2: KL 0.0, importance ratios exactly 1" in printed and "mean reward" in printed
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+    import grpo
+
+    torch.manual_seed(0)
+    model = grpo.make_model(dim=64, layers=2, device="cpu")
+    prompts = grpo.draw_prompts(3, 20, torch.device("cpu"))
+    with flash_attn.batch_invariant(2):
+        answers, sampled = grpo.sample(model, prompts, 20)
+        assert torch.equal(grpo.evaluate(model, prompts, answers), sampled)
+        assert torch.equal(grpo.evaluate(model, prompts[1:2], answers[1:2]), sampled[1:2])
+    assert grpo.reward(prompts, prompts[:, :-1].sort(1).values).tolist() == [1, 1, 1]
+    assert grpo.advantages(torch.tensor([0.0, 1.0, 1.0, 1.0]), 2).tolist() == pytest.approx(
+        [-0.7071, 0.7071, 0, 0], abs=1e-3
+    )
 
 
 ODD_OPTIONS = {  # of the server, and what the error says

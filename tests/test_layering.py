@@ -31,6 +31,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "_reference": {"_errors", "_torch_private"},
     "_triton": set(),
     "_ops": {"_errors", "_library", "_reference", "_sharding", "_torch_private", "_triton"},
+    "batch_invariance": {"_ops"},
     "bert_padding": {"_ops"},  # its checks
     # checks; masks and softmax of the reference of attention
     "utils": {"_ops", "_reference", "_torch_private", "bert_padding"},
@@ -47,7 +48,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "_library", "_ops", "bert_padding", "utils"},
     "models": {*FRONTS, "_library", "_ops", "_torch_private", "bert_padding", "utils", "modules"},
-    "__init__": {"flash_attn_interface"},
+    "__init__": {"batch_invariance", "flash_attn_interface"},
     "__main__": {"_library", "_ops", *FRONTS},
 }
 REQUIRED_PACKAGES = {"torch", "einops"}

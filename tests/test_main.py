@@ -37,6 +37,7 @@ def test_tells_what_a_bug_report_needs(run):
     else:
         for op in ("fwd", "bwd", "fwd_kvcache", "rotary"):
             assert f"\n {op} " in printed
+    assert "\n batch invariance: level 0" in printed
     for check in report.CHECKS:
         assert f"\n {check} pass" in printed
 

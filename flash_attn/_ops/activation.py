@@ -18,7 +18,7 @@ The maths is in fp32. The ops are differentiable in x and y, twice.
 import torch
 
 from flash_attn import _library
-from flash_attn._ops import autograd, checks, sharding
+from flash_attn._ops import autograd, checks, invariance, sharding
 from flash_attn._reference import activation as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -96,8 +96,16 @@ class _Gated(torch.autograd.Function):
         return *autograd.first_or_second(first, autograd.gradients_of(again, 1), dout, x), None
 
 
-_plain_fwd = autograd.in_plain_torch(reference.fwd)
-_plain_gated_fwd = autograd.in_plain_torch(reference.gated_fwd)
+def _fwd_reference(x, y, activation):
+    return reference.fwd(x, y, activation, invariant=invariance.level() > 0)
+
+
+def _gated_fwd_reference(x, activation):
+    return reference.gated_fwd(x, activation, invariant=invariance.level() > 0)
+
+
+_plain_fwd = autograd.in_plain_torch(_fwd_reference)
+_plain_gated_fwd = autograd.in_plain_torch(_gated_fwd_reference)
 
 
 def _new_like(x):
@@ -110,7 +118,7 @@ def _bwd_fake(dout, x, y, activation):
 
 fwd = _library.define(
     "activation_fwd(Tensor x, Tensor? y, str activation) -> Tensor",
-    reference=reference.fwd,
+    reference=_fwd_reference,
     fake=lambda x, *_: _new_like(x),
     autograd=_Activation,
     differentiable=2,
@@ -125,7 +133,7 @@ bwd = _library.define(
 )
 gated_fwd = _library.define(
     "gated_fwd(Tensor x, str activation) -> Tensor",
-    reference=reference.gated_fwd,
+    reference=_gated_fwd_reference,
     fake=lambda x, _: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
     autograd=_Gated,
     differentiable=1,

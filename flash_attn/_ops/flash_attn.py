@@ -25,7 +25,7 @@ from torch import Tensor
 from flash_attn import _library, _torch_private
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
-from flash_attn._ops import autograd, checks, flops, rng, schema, sharding
+from flash_attn._ops import autograd, checks, flops, invariance, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.flash_attn_features import FeatureArguments
 from flash_attn._ops.lse import merge_parts
@@ -101,6 +101,7 @@ def forward(
         _check_wants_no_gradient(names, (queries, keys, values), features)
     s_dmask = rng_state = max_logit = None
     if drops := bool(options.get("dropout_p")):
+        invariance.refuse_unkept(dropout_p=options["dropout_p"])
         arguments = Options(*arguments)
         if return_softmax and arguments.cu_seqlens_q is not None:
             arguments = _with_bounds(arguments, names, options)
@@ -260,6 +261,8 @@ def plain_forward(
         return None
     try:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            if invariance.level():  # the backward of a plain call is not deterministic
+                return None
             return _apply_plain(q, k, v, (scale, *window))
         return _refusable(fwd_plain_out, q, k, v, scale, *window)
     except _Refused:
@@ -307,7 +310,7 @@ def plain_varlen(
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k
     try:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            if out is not None or exact_gradients:
+            if out is not None or exact_gradients or invariance.level():
                 return None
             out, lse = _apply_varlen(q, k, v, (scale, *window, *lengths, num_splits))
         else:
@@ -770,6 +773,7 @@ def _in_two_calls(op, inputs, options, features):
     sink, bias, ranges, *rest = features
     exact = isinstance(options, Options) and options.exact_gradients
     if exact:  # rounded outs would spoil the gradients of how much each range counts
+        invariance.refuse_unkept(exact_gradients=True)
         op = with_features.fwd_with_residue
     parts, row_maxima = [], []
     for each in with_features.disjoint(ranges):
@@ -799,7 +803,12 @@ def _checked(
     """Returns the arguments of an op from softmax_scale on, up to the last one that is given.
 
     kind: Options or CacheOptions. scores: its first fields. options: the other fields by name; None means the default.
+
+    The same call has the same bits at each level of batch invariance, so from 1 on gradients are deterministic. The
+    level when the forward is called decides it, like the argument: a graph of torch's compiler has it as a constant.
     """
+    if kind is Options and invariance.level():
+        options = {**options, "deterministic": True}
     fields, values, end = _FIELDS[kind], None, 0
     for name, value in options.items():
         if value is None:
@@ -1249,7 +1258,7 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, *options):
 
 
 def _fwd_reference(q, k, v, *options):
-    out, softmax_lse = reference.fwd(*unpack(q, k, v), Options(*options))
+    out, softmax_lse = reference.fwd(*unpack(q, k, v), Options(*options), invariant=invariance.level() > 0)
     return out if k is not None else out.contiguous(), softmax_lse
 
 
@@ -1270,7 +1279,7 @@ def _bwd_plain_reference(dout, q, k, v, out, softmax_lse, *options):
 
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
-    return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options))
+    return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options), invariant=invariance.level() > 0)
 
 
 def _fwd_into_reference(q, k, v, out, lse, *options):
@@ -1372,7 +1381,7 @@ fwd = _library.define(
     kernel_dtypes=KERNEL_DTYPES,
     autograd=_Attention,
     differentiable=3,
-    composite=_fwd_composite,
+    composite=invariance.refusing(_fwd_composite),
     flops=flops.attention_fwd,
     sharding=sharding.attention_fwd,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn import _library
 from flash_attn._errors import ArgumentError
-from flash_attn._ops import autograd, checks, flops, schema, sharding
+from flash_attn._ops import autograd, checks, flops, invariance, schema, sharding
 from flash_attn._reference import attention as reference
 from flash_attn._reference.attention import differentiable
 from flash_attn._reference.attention.options import CacheOptions, Features, Options
@@ -57,6 +57,7 @@ def checked(
     sink, bias, ranges, chunk, seqused_q, _, lse, max_logit = given
     heads, rows = q.shape[-2], q.shape[-3]
     checks.flags(return_lse=lse, return_max_logit=max_logit)
+    invariance.refuse_unkept(return_max_logit=bool(max_logit))
     if sink is not None:
         checks.tensor("learnable_sink", sink, dtypes=SINK_DTYPES, shape=(heads,), device=q.device)
     if bias is not None:
@@ -236,6 +237,17 @@ def out_fake(q: Tensor, v: Tensor, order: torch.memory_format = torch.preserve_f
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
+def _invariant(q, v, options, features):
+    """Whether the level in force asks the reference for bits that do not depend on the batch.
+
+    At level 2 it is refused where kernels compute the same rows in another call.
+    """
+    if invariance.level() == 2 and q.dtype in KERNEL_DTYPES and _library.runs_in_kernel("fwd_features", q):
+        if not _beyond_head_dims(q, v, KERNEL_HEAD_DIM):
+            invariance.refuse_unkept(beyond_kernels=beyond_kernels(q, v, options, features))
+    return invariance.level() > 0
+
+
 def _results_fake(q, v, features, order=torch.preserve_format):
     out = out_fake(q, v, order)
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
@@ -250,7 +262,7 @@ def _fwd_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    return reference.fwd_features(q, k, v, options, features)
+    return reference.fwd_features(q, k, v, options, features, invariant=_invariant(q, v, options, features))
 
 
 def _fwd_with_residue_fake(q, k, v, sink, bias, *arguments):
@@ -263,7 +275,9 @@ def _fwd_with_residue_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_with_residue_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    unrounded, *others = reference.fwd_features(*(x.float() for x in unpack(q, k, v)), options, features)
+    q, k, v = unpack(q, k, v)
+    invariant = _invariant(q, v, options, features)
+    unrounded, *others = reference.fwd_features(q.float(), k.float(), v.float(), options, features, invariant=invariant)
     out = unrounded.to(q.dtype)
     return out, *others, (unrounded - out).to(q.dtype)
 
@@ -287,7 +301,8 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, CacheOptions)
-    return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
+    invariant = _invariant(q, v_cache, options, features)
+    return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features, invariant=invariant)
 
 
 def write_into(results: Sequence[Tensor], *targets: Tensor | None) -> None:
@@ -440,7 +455,7 @@ fwd_features = _library.define(
     beyond_kernel=_beyond_fwd,
     autograd=_Attention,
     differentiable=5,
-    composite=_fwd_composite,
+    composite=invariance.refusing(_fwd_composite),
     flops=flops.attention_fwd_features,
     sharding=sharding.attention_fwd_features,
 )
@@ -456,7 +471,7 @@ fwd_with_residue = _library.define(
     beyond_kernel=_beyond_fwd_with_residue,
     autograd=_AttentionWithResidue,
     differentiable=5,
-    composite=_fwd_with_residue_composite,
+    composite=invariance.refusing(_fwd_with_residue_composite),
     flops=flops.attention_fwd_features,
     sharding=sharding.attention_fwd_with_residue,
 )

@@ -26,6 +26,7 @@ computed in one kernel. The gradient of the activation and dbias are computed in
 fp32.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ import torch
 from flash_attn import _library, _torch_private
 from flash_attn._library import without_autocast
 from flash_attn._ops import activation as activations
-from flash_attn._ops import autograd, checks, flops
+from flash_attn._ops import autograd, checks, flops, invariance
+from flash_attn._ops import linear as fixed_linear
 from flash_attn._reference import activation as activation_reference
 from flash_attn._reference import fused_dense as reference
 
@@ -65,7 +67,9 @@ def linear(x, weight, bias, return_residual, exchange):
     checks.flags(return_residual=return_residual)
     if autocast is not None:
         x, weight, bias = _cast(autocast, x, weight, bias)
-    if exchange is None and x.dtype not in FUSED_DTYPES:
+    if exchange is None and invariance.level() == 2:
+        out = fixed_linear.fwd(x, weight, bias)
+    elif exchange is None and x.dtype not in FUSED_DTYPES:
         with without_autocast(x):
             out, _ = reference.fwd(x, weight, bias, "identity", False, 0)
     elif exchange is None and (not return_residual or autograd.is_transformed(x, weight, bias)):
@@ -100,7 +104,7 @@ def mlp(
 ):
     """Check the arguments and compute act(x weight1^T + bias1) weight2^T + bias2, as `linear` does.
 
-    products: the functions of another backend for 16-bit types.
+    products: the functions of another backend for 16-bit types. At level 2 of batch invariance there is but one.
     """
     autocast = check_layer(x, weight1, bias1, ("x", "weight1", "bias1"))
     check_layer(x, weight2, bias2, ("x", "weight2", "bias2"), in_features=weight1.shape[0])
@@ -111,6 +115,8 @@ def mlp(
         tensors = _cast(autocast, *tensors)
     if tensors[0].dtype not in FUSED_DTYPES:
         products = PLAIN
+    if invariance.level() == 2:
+        products = IN_FIXED_ORDER
     if activation == "sqrelu" or products is PLAIN:
         heuristic = -1
     if exchange is None and autograd.is_transformed(*tensors):
@@ -139,13 +145,16 @@ def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and type(x) is torch.Tensor
         and type(weight) is torch.nn.Parameter
         and not _torch_private.in_forward_mode()
+        and invariance.level() < 2
         and _library.autocast_dtype(x) is None
     )
 
 
 def activate(y, activation):
     """act(y) of the output of a layer, differentiable."""
-    return (activations if y.dtype in activations.DTYPES else activation_reference).fwd(y, None, activation)
+    if y.dtype in activations.DTYPES:
+        return activations.fwd(y, None, activation)
+    return activation_reference.fwd(y, None, activation, invariant=invariance.level() > 0)
 
 
 def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):
@@ -316,6 +325,7 @@ def _mlp_gradients(dout, dresidual, x, weight1, weight2, hidden, activation, exc
     return dx, dweight1, dbias1 if needs[2] else None, dweight2, dbias2
 
 
+@functools.partial(invariance.refusing, least=2)
 @autograd.in_plain_torch
 def _mlp_in_plain_torch(x, weight1, bias1, weight2, bias2, activation):
     act, _ = reference.fwd(x, weight1, bias1, activation, False, 0)
@@ -420,5 +430,32 @@ KERNELS = Products(fwd, dgrad, wgrad, activations.fwd)
 PLAIN = Products(reference.fwd, reference.dgrad, reference.wgrad, activation_reference.fwd)
 
 
+def _fixed_fwd(x, weight, bias, activation, keep, heuristic):
+    """`fwd` by `linear.fwd`, whose bits do not depend on the number of rows."""
+    out = fixed_linear.fwd(x, weight, bias)
+    if activation == "identity":
+        return out, x.new_empty(0)
+    return activate(out, activation), out if keep and activation != "relu" else x.new_empty(0)
+
+
+def _fixed_dgrad(dout, weight, dresidual, kept, activation, bias_grad):
+    """`dgrad` by `linear.fwd`."""
+    dx = fixed_linear.fwd(dout, weight.mT, None)
+    if dresidual is not None:
+        dx = dx + dresidual
+    if activation != "identity":
+        dx, _ = activation_reference.bwd(dx, kept.view(dx.shape), None, activation)
+    return dx, reference.sum_of_rows(dx, bias_grad and activation != "identity")
+
+
+def _fixed_activate(x, _, activation):
+    return activate(x, activation)
+
+
+IN_FIXED_ORDER = Products(_fixed_fwd, _fixed_dgrad, reference.wgrad, _fixed_activate)  # at level 2 of batch invariance
+
+
 def products_for(x):
+    if invariance.level() == 2:
+        return IN_FIXED_ORDER
     return KERNELS if x.dtype in FUSED_DTYPES else PLAIN

@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional
 
 from flash_attn import _library
-from flash_attn._ops import autograd, checks, rng, sharding, triton
+from flash_attn._ops import autograd, checks, invariance, rng, sharding, triton
 from flash_attn._reference import fused_dense as dense_reference
 from flash_attn._reference import layer_norm as reference
 
@@ -79,6 +79,9 @@ def forward(
     _check_branches(names[0], x0, x1, residual, rowscale, x0_subset, out_subset, out_rows)
     parameters = dict(zip(names[1:], (weight, bias))) | {"weight1": weight1, "bias1": bias1, "layerscale": colscale}
     _check_parameters(x0, parameters)
+    if invariance.level() and _library.is_where_kernels_run(x0):
+        invariance.refuse_ragged(names[0], x0.shape[-1])
+        x0, x1, residual = (None if x is None else invariance.with_aligned_rows(x) for x in (x0, x1, residual))
     if bias1 is not None and weight1 is None:
         raise ValueError("weight1 must be given together with bias1, found None")
     if out_dtype is not None and out_dtype not in DTYPES:
@@ -96,6 +99,8 @@ def forward(
     )
     inputs = (x0, x1, residual, weight, bias, weight1, bias1, colscale)
     rng_state = rng.draw_state(x0.device) if dropout_p > 0 else None
+    # What is stored is rounded before it is normalised, so at level 2 it is stored also where no gradient needs it.
+    in_training = _needs_gradient(inputs) or invariance.level() == 2
     out, out1, h, mask0, mask1, mean, rstd = fwd(
         *inputs,
         rowscale,
@@ -108,7 +113,7 @@ def forward(
         out_rows,
         bool(is_rms_norm),
         bool(zero_centered_weight),
-        h_dtype if changed and (prenorm or _needs_gradient(inputs)) else None,
+        h_dtype if changed and (prenorm or in_training) else None,
         out_dtype or x0.dtype,
         bool(return_mask),
     )
@@ -628,7 +633,7 @@ fwd = _library.define(
     triton=triton.launch("layer_norm", "fwd"),
     autograd=_LayerNorm,
     differentiable=8,
-    composite=autograd.in_plain_torch(reference.fwd),
+    composite=invariance.refusing(autograd.in_plain_torch(reference.fwd)),
     sharding=sharding.layer_norm_fwd,
 )
 

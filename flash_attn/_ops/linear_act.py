@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from flash_attn import _library
-from flash_attn._ops import checks, flops, fused_dense, triton
+from flash_attn._ops import checks, flops, fused_dense, invariance, linear, triton
 from flash_attn._reference import linear_act as reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,6 +55,9 @@ def is_for_cublaslt(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def forward(x, weight, bias, activation, keep):
     """Returns (out, act_input)."""
+    if invariance.level() == 2:
+        act_input = linear.fwd(x, weight, bias)
+        return reference.activate(act_input, activation), act_input if keep else x.new_empty(0)
     if not is_for_cublaslt(x, weight):
         return fwd(x, weight, bias, activation, keep)
     if activation in _IN_FUSED_DENSE:

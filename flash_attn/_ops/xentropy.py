@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from flash_attn import _library, _torch_private
-from flash_attn._ops import autograd, checks, collectives, sharding, triton
+from flash_attn._ops import autograd, checks, collectives, invariance, sharding, triton
 from flash_attn._reference import xentropy as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,6 +87,8 @@ def cross_entropy(
         logits = logits[:, : max(classes - class_start, 0)]
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         logits = logits.contiguous()
+    if invariance.level():
+        logits = invariance.with_aligned_rows(logits)
     lse_serves = logit_scale == 1 and label_smoothing == 0
     known_lse = precomputed_lse.double() if precomputed_lse is not None and lse_serves else None
     rest = (labels, known_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, classes)
@@ -102,6 +104,7 @@ def cross_entropy(
     if gradient_in_forward is None and eager:
         gradient_in_forward = reduction != "none" and not in_place and _gains_at_once(logits)
     at_once = gradient_in_forward and eager and group is None and known_lse is None
+    at_once = at_once and invariance.level() == 0  # a kernel that adds up a row in another order
     if at_once and _serves_at_once(logits, in_place):
         _, _, *options = rest
         count = _count(labels, classes, ignore_index) if reduction == "mean" else None
@@ -368,7 +371,7 @@ fwd = _library.define(
     fake=_fwd_fake,
     autograd=_CrossEntropy,
     differentiable=1,
-    composite=_fwd_composite,
+    composite=invariance.refusing(_fwd_composite),
     triton=triton.launch("xentropy", "fwd"),
     sharding=sharding.xentropy_fwd,
 )

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from flash_attn._reference.fused_dense import sum_of_rows
 from flash_attn._reference.philox import philox
+from flash_attn._reference.rows import mean_of_each
 
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF
@@ -76,8 +77,8 @@ def fwd(
 
 def statistics(h, eps, is_rms_norm):
     """Returns mean and rstd of the rows of h, both (rows,)."""
-    mean = h.mean(-1)
-    variance = h.square().mean(-1) if is_rms_norm else (h - mean[..., None]).square().mean(-1)
+    mean = mean_of_each(h)
+    variance = mean_of_each(h.square() if is_rms_norm else (h - mean[..., None]).square())
     return mean.flatten(), (variance + eps).rsqrt().flatten()
 
 

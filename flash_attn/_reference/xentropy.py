@@ -2,6 +2,8 @@
 
 import torch
 
+from flash_attn._reference.rows import sum_of_each
+
 
 def fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes):
     """Returns (losses, z_losses, lse, kept)."""
@@ -11,14 +13,14 @@ def fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ign
     largest = rows.detach().amax(1).clamp(min=torch.finfo(rows.dtype).min) if vocab else rows.new_zeros(len(rows))
     below = (largest[:, None] - rows) * logit_scale
     if lse is None:
-        log_sum = below.neg().exp().sum(1).log()
+        log_sum = sum_of_each(below.neg().exp()).log()
         lse = largest.double() * logit_scale + log_sum
     else:
         log_sum = (lse - largest.double() * logit_scale).float()
     own, column = _own_column(labels, class_start, vocab)
     losses = (1 - label_smoothing) * torch.where(own, below.gather(1, column) + log_sum[:, None], 0).sum(1)
     if label_smoothing > 0 and vocab > 0:
-        losses = losses + label_smoothing / total_classes * (below.sum(1) + vocab * log_sum)
+        losses = losses + label_smoothing / total_classes * (sum_of_each(below) + vocab * log_sum)
     z_losses = lse_square_scale * lse.square().float() if lse_square_scale else torch.zeros_like(losses)
     losses, z_losses, lse = (torch.where(kept, x, 0) for x in (losses + z_losses, z_losses, lse))
     return losses, z_losses, lse, kept

@@ -37,6 +37,43 @@ def fwd(x, weight, bias, activation, keep):
     return out, act_input
 
 
+def fwd_in_fixed_tiles(x, weight, bias):
+    """Returns x weight^T + bias, with bits that do not depend on the number of rows; see `_ops/linear.py`.
+
+    A tile adds one block of the inner dimension after another, always of the same size. For few rows tiles are smaller,
+    so that there are more of them: which instruction multiplies does not depend on that.
+    """
+    a, b = _readable(x), _readable(weight)
+    bias = None if bias is None else bias.contiguous()
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    if out.numel() > 0:
+        rows, cols, inner, _ = _sizes(a, len(b))
+        kernel_in_fixed_tiles[_grid(rows, cols)](
+            out,
+            a,
+            b,
+            bias,
+            rows,
+            cols,
+            inner,
+            *a.stride(),
+            *b.stride(),
+            HAS_BIAS=bias is not None,
+            PRECISION=_precision(x),
+            **fixed_tiles(rows, x.dtype),
+        )
+    return out
+
+
+def fixed_tiles(rows, dtype):
+    """The tile of `kernel_in_fixed_tiles`; for each dtype, BLOCK_K and what multiplies are the same for all rows."""
+    if dtype == torch.float32:
+        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=3)
+    if rows <= 64:
+        return dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=4)
+    return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=3)
+
+
 def dgrad(dout, weight, act_input, activation):
     """Returns dx."""
     a, b = _readable(dout), _readable(weight)
@@ -175,6 +212,52 @@ def kernel_fwd(
     if SAVE_ACT_INPUT:
         tl.store(act_input + at, acc.to(act_input.dtype.element_ty), mask=inside)
     tl.store(out + at, _activate(acc, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})
+@triton.jit(do_not_specialize=["M"])  # one binary for all numbers of rows
+def kernel_in_fixed_tiles(
+    out,
+    x,
+    weight,
+    bias,
+    M,
+    N,
+    K,
+    x_row,
+    x_col,
+    weight_row,
+    weight_col,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """out = x weight^T + bias; x (M, K), weight (N, K), out (M, N)."""
+    rows, cols = _tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc = _product(
+        x,
+        weight,
+        rows % M,
+        cols % N,
+        K,
+        x_row,
+        x_col,
+        weight_col,
+        weight_row,
+        PRECISION,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_K,
+    )
+    if HAS_BIAS:
+        acc += tl.load(bias + cols, mask=cols < N, other=0).to(tl.float32)[None, :]
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(out + rows[:, None] * N + cols[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @_tuned

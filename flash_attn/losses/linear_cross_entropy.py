@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import autograd, checks, fused_dense, xentropy
+from flash_attn._ops import autograd, checks, fused_dense, invariance, linear, xentropy
 from flash_attn.utils.distributed import all_gather
 
 _LOGITS = 2**28  # elements that are held at a time, unless chunk_size says otherwise
@@ -282,7 +282,9 @@ def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size,
         rows = slice(start, start + chunk_size)
         y = labels[rows]
         x = xentropy.without_others(hidden[rows].to(dtype), y, ignore_index, classes)
-        logits = torch.nn.functional.linear(x, weight, bias)
+        logits = linear.product(x, weight, bias)
+        if invariance.level():
+            logits = invariance.with_aligned_rows(logits)
         real, slope = logits[:, :own], None
         if softcap > 0 and gradients is None:
             real = softcap * torch.tanh(real / softcap)
@@ -293,7 +295,7 @@ def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size,
         makes_gradients = gradients is not None and gradients.any
         if makes_gradients:
             unit = x.new_full((), gradients.unit, dtype=torch.float32).expand(len(x))
-        if makes_gradients and group is None:  # in one pass over the logits
+        if makes_gradients and group is None and invariance.level() == 0:  # in one pass over the logits
             losses, z_losses, _, kept = xentropy.fwd_bwd_(unit, real, y, *rest)
         else:
             losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *rest), group)

@@ -13,6 +13,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn._ops import checks
+from flash_attn._ops.layers_in_force import layers_in_force
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers computed again in the backward
@@ -49,7 +50,8 @@ class LayerStack(nn.Module):
 
         def run(*inputs):
             tensors = dict(zip(names, inputs[len(args) :]))
-            return layer(*inputs[: len(args)], mixer_kwargs=given | tensors, **kwargs)
+            with layers_in_force():  # also where it runs again, in the backward
+                return layer(*inputs[: len(args)], mixer_kwargs=given | tensors, **kwargs)
 
         on_host = save_on_cpu(pin_memory=torch.accelerator.is_available()) if how.offload else contextlib.nullcontext()
         with on_host:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks, collectives, fused_dense, fusing
+from flash_attn._ops import checks, collectives, fused_dense, fusing, invariance
 from flash_attn.utils.distributed import all_gather, all_reduce, get_dim_for_local_rank, reduce_scatter, replicated
 
 
@@ -357,6 +357,7 @@ def _reduced(out, process_group, sequence_parallel):
     """Returns the sum of all processes' parts; with sequence_parallel, only this process's share of its rows."""
     if collectives.size(process_group) == 1:
         return out
+    invariance.refuse_sums_of_many(collectives.size(process_group))
     return (reduce_scatter if sequence_parallel else all_reduce)(out, process_group)
 
 
@@ -409,6 +410,7 @@ class FusedMLP(nn.Module):
             out = (out, x) if self.return_residual else out
         if process_group is None:
             return out
+        invariance.refuse_sums_of_many(collectives.size(process_group))
         if not self.return_residual:
             return reduce_scatter(out, process_group)
         return reduce_scatter(out[0], process_group), out[1]

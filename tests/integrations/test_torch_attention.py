@@ -11,6 +11,7 @@ import torch
 from compare import assert_error_ratio
 from torch.nn import attention
 
+from flash_attn import batch_invariant
 from flash_attn.integrations import torch as door
 
 pytestmark = pytest.mark.skipif(
@@ -103,6 +104,28 @@ def test_varlen_attn_of_pages_and_into_a_tensor(device, activated):
         same, _ = oracle.attention(q[i, None, None], keys.to(q.dtype), values.to(q.dtype))
         assert_error_ratio(ours[i], exact[0, 0], same[0, 0])
         torch.testing.assert_close(lse[:, i].double(), exact_lse[0, :, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_varlen_attn_at_level_2_of_batch_invariance(device, activated):
+    """The rows of a call that trains have the bits of those that are read from pages, alone or in another batch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        pytest.skip("varlen_attn of this torch has no pages")
+    torch.manual_seed(0)
+    leaves = tensors(device, *[(160, 2, 16)] * 3)
+    bounds = torch.tensor([0, 70, 160], device=device, dtype=torch.int32)
+    q, *keys_and_values = (x.detach()[70:] for x in leaves)  # of the second sequence
+    table = torch.tensor([[3, 0, 5, 2, 1, 4]], device=device, dtype=torch.int32)
+    places = (16 * table.long()[0, :, None] + torch.arange(16, device=device)).flatten()[:90]
+    pages = [x.new_zeros(96, 2, 16).index_copy_(0, places, x).view(6, 16, 2, 16) for x in keys_and_values]
+    given = dict(window_size=(-1, 0), seqused_k=bounds[2:] - 70, block_table=table)
+    with batch_invariant(2):
+        trained = varlen_attn(*leaves, bounds, bounds, 90, 90, window_size=(-1, 0))[70:]
+        for rows, num_splits in ((1, None), (7, None), (7, 1)):
+            one = torch.tensor([0, rows], device=device, dtype=torch.int32)
+            served = varlen_attn(q[-rows:], *pages, one, None, rows, 90, num_splits=num_splits, **given)
+            assert torch.equal(served, trained[-rows:])
 
 
 def test_dropout(device, activated):

@@ -22,8 +22,9 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from flash_attn import flash_attn_func, masks
+from flash_attn import batch_invariant, flash_attn_func, masks
 from flash_attn.integrations import transformers as door
+from flash_attn.ops.linear import batch_invariant_layers
 
 NAME = door.register()
 BATCH, SEQLEN = 2, 9
@@ -789,3 +790,49 @@ def test_models_with_a_table_of_their_own(family, sizes):
     config = getattr(transformers, f"{family}Config")(vocab_size=8, **sizes)
     with pytest.raises(KeyError, match=NAME):
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batch invariance
+
+_SIZES = dict(vocab_size=101, initializer_range=0.3)
+INVARIANT = {
+    "llama": lambda: transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **_SIZES,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=48, n_layer=2, n_head=3, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **_SIZES
+    ),
+}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("name", INVARIANT)
+def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
+    """Attention obeys the level, and the context has the linear layers."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(INVARIANT[name](), attn_implementation=NAME)
+    model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+    tokens = torch.randint(101, (3, 70), device=device)
+    with batch_invariant(level), batch_invariant_layers(), torch.no_grad():
+        expected = model(tokens).logits
+        for i in range(3):
+            assert torch.equal(model(tokens[i : i + 1]).logits[0], expected[i])
+        mask = torch.ones_like(tokens)
+        mask[0, 50:] = 0
+        found = model(tokens, attention_mask=mask).logits
+        assert torch.equal(found[0, :50], expected[0, :50]) and torch.equal(found[1:], expected[1:])
+        if level == 2:
+            prefilled = model(tokens[:, :60], use_cache=True)
+            found, cache = [prefilled.logits], prefilled.past_key_values
+            for t in range(60, 70):
+                found.append(model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
+            assert torch.equal(torch.cat(found, 1), expected)
+    if level == 2:
+        with batch_invariant(level), batch_invariant_layers():
+            assert torch.equal(model.train()(tokens).logits.detach(), expected)

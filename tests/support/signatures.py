@@ -9,6 +9,11 @@ _HEAD = (  # of BERT
     "labels=None, num_items_in_batch=None, return_dict=None, **options"
 )
 SIGNATURES = {
+    "flash_attn.batch_invariance": {
+        "batch_invariant": "level=1",
+        "get_batch_invariant": "",
+        "set_batch_invariant": "level",
+    },
     "flash_attn.bert_padding": {
         "index_first_axis": "input, indices",
         "index_put_first_axis": "values, indices, first_axis_dim",
@@ -746,6 +751,10 @@ SIGNATURES = {
         ),
         "FusedDenseSqreluDense.forward": "self, x",
     },
+    "flash_attn.ops.linear": {
+        "batch_invariant_layers": "",
+        "batch_invariant_linear": "x, weight, bias=None",
+    },
     "flash_attn.ops.triton.rotary": {
         "apply_rotary": (
             "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, "
@@ -817,7 +826,7 @@ SIGNATURES = {
         "allocate_inference_cache": "max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16",
         "DecodingCGCache": (
             "max_batch_size=0, max_seqlen=0, device=None, dtype=None, callables=<factory>, mempool=None, "
-            "inference_params=None, autocast=None, addresses=<factory>, pool=None"
+            "inference_params=None, autocast=None, addresses=<factory>, pool=None, level=0"
         ),
         "update_graph_cache": (
             "model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), tensor_parallel=1, dtype=None, "

@@ -12,7 +12,7 @@ The loops follow FlashAttention (Dao et al., 2022; Dao, 2023): each block of que
 online softmax, and the backward recomputes P from lse. So memory grows with the sequence, not with its square. The
 query heads that share a key head are folded into the rows: q is (key heads, query heads per key head * rows, head_dim)
 and every product is one batched matmul over the key heads. Parts without modified scores, with a causal mask or none,
-are left to torch's operator on the CPU (torch_cpu_operator.py).
+are left to torch's operator on the CPU (torch_cpu_operator.py), unless results must not depend on the batch.
 """
 
 import math
@@ -26,14 +26,14 @@ from flash_attn._errors import ArgumentError
 from flash_attn._reference.rotary import rotary
 
 from . import batch_layout, torch_cpu_operator
-from .head_groups import Group, groups
+from .head_groups import Group, aligned_groups, groups
 from .options import CacheOptions, Features, Options
 from .score_modifiers import Scores
 
 _NO_FEATURES = Features()
 
 
-def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options, *, invariant: bool = False) -> tuple[Tensor, Tensor]:
     """Attention.
 
     q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
@@ -41,15 +41,18 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tens
         block_table (batch, pages per entry): key j of entry b is [block_table[b, j // page], j % page]. v may have
         another head_dim.
 
+    invariant: whether the bits of a row must depend on nothing but its query and the keys that it sees: see
+        head_groups.py. It is slower.
+
     Returns out, like q with the head_dim of v, and softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q),
     natural logarithm, +inf for rows that see no key.
     """
     batch_layout.require_matching_shapes(q, k, v)
-    return _attend(q, k, v, _parts(q, k, options), options)[:2]
+    return _attend(q, k, v, _parts(q, k, options), options, _NO_FEATURES, invariant)[:2]
 
 
 def fwd_features(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features
+    q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features, *, invariant: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fwd` with features.
 
@@ -58,7 +61,7 @@ def fwd_features(
     but row_max is empty if it is not wanted, and lse_lo without a bias.
     """
     batch_layout.require_matching_shapes(q, k, v)
-    return _attend(q, k, v, _parts(q, k, options, features), options, features)
+    return _attend(q, k, v, _parts(q, k, options, features), options, features, invariant)
 
 
 def probabilities(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
@@ -88,7 +91,7 @@ def weights(
         by_pair = p[group.part.entries].unflatten(1, (group.heads_k, -1))[:, group.heads]
         for rows in group.row_blocks():
             q_rows = group.load_rows(q, rows, lse.dtype) * options.softmax_scale
-            for cols in group.col_blocks(scores.mask.keys(rows)):
+            for cols in group.col_blocks(scores.keys(rows)):
                 s, _ = scores.compute(q_rows, _at(keys, cols), rows, cols)
                 s.sub_(group.load_rows(lse, rows, lse.dtype))
                 if lo is not None:
@@ -221,7 +224,9 @@ def _differentiate(
     return delta, parts
 
 
-def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions) -> tuple[Tensor, Tensor]:
+def fwd_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions, *, invariant: bool = False
+) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches, in place, then attend to the keys in the caches.
 
     q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
@@ -236,16 +241,22 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
         by row cache_seqlens. Not with packed tokens.
     cache_batch_idx: (batch,) int32, the batch row of the cache that an entry uses.
     cache_leftpad: (batch,) int32, the first position that is used; masks and ALiBi count keys from there.
-    num_splits: how a kernel divides its work; of no effect here.
+    num_splits: how a kernel divides its work; of no effect here. invariant: as for `fwd`.
 
     Returns out, like q with the head_dim of v_cache, and softmax_lse in fp32, as `fwd` does.
     """
     batch_layout.require_matching_shapes(q, k_cache, v_cache)
-    return fwd_kvcache_features(q, k_cache, v_cache, options, _NO_FEATURES)[:2]
+    return fwd_kvcache_features(q, k_cache, v_cache, options, _NO_FEATURES, invariant=invariant)[:2]
 
 
 def fwd_kvcache_features(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions, features: Features
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    options: CacheOptions,
+    features: Features,
+    *,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fwd_kvcache` with features. Returns what `fwd_features` does.
 
@@ -281,7 +292,7 @@ def fwd_kvcache_features(
                 advanced = _rotate_queries(advanced, tables, start, options.rotary_interleaved, True)
                 q = torch.where(features.causal.view(-1, 1, 1, 1) != 0, advanced, q)
         _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table)
-    return _attend(q, k_cache, v_cache, parts, options.of_scores(), features)
+    return _attend(q, k_cache, v_cache, parts, options.of_scores(), features, invariant)
 
 
 def _check_cache(options: CacheOptions, batch: int, new: int, k_cache: Tensor) -> list[int]:
@@ -343,10 +354,16 @@ def _append_(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, parts: list[batch_layout.Part], options: Options, features: Features = _NO_FEATURES
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parts: list[batch_layout.Part],
+    options: Options,
+    features: Features,
+    invariant: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns out, softmax_lse, row_max and lse_lo. A row in no part gets 0, +inf, -inf and 0."""
-    sink, plain = features.learnable_sink, features.none_but_sink()
+    sink, plain = features.learnable_sink, features.none_but_sink() and not invariant
     out = torch.zeros_like(q) if v.shape[-1] == q.shape[-1] else q.new_zeros(*q.shape[:-1], v.shape[-1])
     if sink is not None:  # the sink scales out, which must be rounded only after that
         out = out.to(_accumulator(q))
@@ -361,7 +378,7 @@ def _attend(
         elif sink is not None:
             _add_sink_(sink, part, *tensors[3:])
     tops, los = (_per_row(x) if x.numel() else None for x in (row_max, lse_lo))
-    for group in groups(tensors[0], tensors[1], others, without_keys=sink is not None):
+    for group in (aligned_groups if invariant else groups)(*tensors[:2], others, without_keys=sink is not None):
         _forward(group, options, features, tops, los, *tensors)
     return out.to(q.dtype), softmax_lse, row_max, lse_lo
 
@@ -388,7 +405,7 @@ def _forward(
         o = q_rows.new_zeros(*q_rows.shape[:-1], v.shape[-1])
         top = o.new_full((*o.shape[:-1], 1), -math.inf)
         total = torch.zeros_like(top)
-        for cols in group.col_blocks(scores.mask.keys(rows)):
+        for cols in group.col_blocks(scores.keys(rows)):
             s, _ = scores.compute(q_rows, _at(k, cols), rows, cols)
             scores.hide_(s, rows, cols, -math.inf)
             above, top = top, torch.maximum(top, s.amax(-1, keepdim=True))
@@ -406,7 +423,7 @@ def _forward(
             top, total = _add_sinks_(o, top, total, sinks[..., None].expand(-1, -1, len(rows)).flatten(1)[..., None])
         empty = total == 0
         lse = (top + total.log()).masked_fill_(empty, math.inf)
-        o.div_(total.masked_fill(empty, 1))
+        o.div_(total.masked_fill(empty, 1)).add_(0.0)  # no -0, which a block that a row sees nothing of might turn to 0
         group.store_rows(softmax_lse, rows, lse)
         group.store_rows(out, rows, o)
         if lse_lo is not None:
@@ -476,7 +493,7 @@ def _backward(
         group.store_rows(delta, rows, shift)
         finite = finite_keys and _all_finite(q_rows) and _all_finite(dout_rows)
         dq_rows = torch.zeros_like(q_rows)
-        for cols in group.col_blocks(scores.mask.keys(rows)):
+        for cols in group.col_blocks(scores.keys(rows)):
             k_cols, v_cols = _at(k, cols), _at(v, cols)
             s, slope = scores.compute(q_rows, k_cols, rows, cols)
             # Rounding may push a score with a large bias beyond lse, and its weight far beyond 1.

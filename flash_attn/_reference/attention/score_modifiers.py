@@ -18,7 +18,7 @@ class Scores:
     def __init__(self, options: Options, features: Features, group: Group, q: torch.Tensor) -> None:
         """q: (batch, seqlen_q, heads, head_dim)."""
         part, (batch, _, heads, _) = group.part, q.shape
-        self.options = options
+        self.options, self.group = options, group
         mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, options.window_right)
         self.mask = mask_of(mask, features, group, q.device)
         self.sharing = heads // group.heads_k
@@ -32,6 +32,11 @@ class Scores:
             batch_heads = group.per_head(numbers.view(-1, heads))
             self.keep_mask = functools.partial(keep_mask, options.rng_state, options.dropout_p, batch_heads)
 
+    def keys(self, rows: range) -> range:
+        """The keys that some row of a block may see."""
+        there, _ = self.group.there(rows)
+        return self.mask.keys(there)
+
     def compute(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, cols: range
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -41,14 +46,15 @@ class Scores:
             s.div_(self.options.softcap).tanh_()
             slope = 1 - s.square()
             s.mul_(self.options.softcap)
+        part, (rows, cols) = self.group.within(self._by_head(s), rows, cols), self.group.there(rows, cols)
         if self.slopes is not None:
-            self._by_head(s).addcmul_(self.slopes, self.mask.distance(rows, cols, s), value=-1)
+            part.sub_(self.slopes * self.mask.distance(rows, cols, s))
         if self.bias is not None:
             bias = self.bias.block(rows, cols)
             if bias.dtype == torch.bool:
-                self._by_head(s).masked_fill_(~bias, -math.inf)
+                part.masked_fill_(~bias, -math.inf)
             else:
-                self._by_head(s).add_(bias)
+                part.add_(bias)
         return s, slope
 
     def add_bias_gradient_(self, total: torch.Tensor, ds: torch.Tensor, rows: range, cols: range) -> None:
@@ -58,13 +64,17 @@ class Scores:
 
     def hide_(self, s: torch.Tensor, rows: range, cols: range, value: float) -> None:
         """Write `value` where a row does not see a key, in place."""
-        self.mask.hide_(self._by_head(s), rows, cols, value)
+        part, (rows, keys) = self.group.within(self._by_head(s), rows, cols), self.group.there(rows, cols)
+        self.mask.hide_(part, rows, keys, value)
+        if len(keys) < len(cols):
+            s[..., len(keys) :] = value
 
     def keep(self, rows: range, cols: range, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns Z / (1 - p), the factor of dropout for each element of a block; None without dropout."""
         if self.keep_mask is None:
             return None
-        return self.keep_mask(rows, cols).flatten(1, 2).to(dtype).div_(1 - self.options.dropout_p)
+        factor = self.keep_mask(*self.group.there(rows, cols)).to(dtype).div_(1 - self.options.dropout_p)
+        return self.group.whole(factor, rows, cols).flatten(1, 2)
 
     def _by_head(self, s: torch.Tensor) -> torch.Tensor:
         return s.unflatten(1, (self.sharing, -1))

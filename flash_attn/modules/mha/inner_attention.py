@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, invariance
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -211,6 +211,7 @@ class _TorchAttention(nn.Module):
         key_padding_mask: Tensor | None,
         same_tokens: bool,
     ) -> Tensor:
+        invariance.refuse_torch_attention()
         causal = self.causal if causal is None else causal
         is_causal = False  # not the comparison itself: with symbolic sizes it would not be a bool
         if causal and key_padding_mask is None and q.shape[1] == k.shape[1]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, invariance
 from flash_attn.utils.generation.inference_params import InferenceParams
 
 _CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -60,6 +60,7 @@ class DecodingCGCache:
     inference_params: the state that the graphs read; it holds the caches.
     autocast: the dtype of autocast when the graphs were captured, None without autocast.
     addresses: where the graphs read the model's parameters and buffers.
+    level: of batch invariance, when the graphs were captured.
     """
 
     max_batch_size: int = 0
@@ -72,6 +73,7 @@ class DecodingCGCache:
     autocast: torch.dtype | None = None
     addresses: list[int] = dataclasses.field(default_factory=list)
     pool: tuple[int, int] | None = None
+    level: int = 0
 
     def run(self, input_ids: Tensor, position_ids: Tensor, seqlen: int | Tensor) -> Tensor:
         """Replay the graph for input_ids (batch, tokens of a step), where the caches hold seqlen tokens.
@@ -110,7 +112,7 @@ def update_graph_cache(
 
     Caches and all graphs are replaced if the caches are too small, or, for a model with `depends_on_capacity`, of any
     other size; if they have pages of another size; if the model has moved to another device; if a parameter or buffer
-    has another address; or if autocast has another dtype.
+    has another address; if autocast has another dtype; or if the level of batch invariance is another one.
 
     Arguments:
         batch_size, max_seqlen: the size of the batch, and of its longest sequence.
@@ -135,9 +137,9 @@ def update_graph_cache(
     fits &= max_seqlen == cache.max_seqlen or not getattr(model, "depends_on_capacity", False)
     pool = pool_size(page_size, num_pages, batch_size, max_seqlen)
     fits &= _has_room_of(cache.pool, pool)
-    made_for = cache.device, cache.dtype, cache.autocast, cache.addresses
+    made_for = cache.device, cache.dtype, cache.autocast, cache.addresses, cache.level
     params = cache.inference_params
-    if params is None or made_for != (device, dtype, autocast, _addresses(model)) or not fits:
+    if params is None or made_for != (device, dtype, autocast, _addresses(model), invariance.level()) or not fits:
         params = None
         cache.clear()  # frees the old caches before there are new ones
         cache.inference_params = params = InferenceParams(
@@ -149,6 +151,7 @@ def update_graph_cache(
             block_table=empty_block_table(batch_size, max_seqlen, pool, device),
         )
         cache.device, cache.dtype, cache.autocast, cache.mempool = device, dtype, autocast, mempool
+        cache.level = invariance.level()
         cache.max_batch_size, cache.max_seqlen = batch_size, max_seqlen
         cache.pool = pool
     if params.block_table is not None:

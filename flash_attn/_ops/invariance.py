@@ -1,0 +1,163 @@
+"""The level of batch invariance in force, of the whole process. `flash_attn.batch_invariance` is what users call.
+
+Ops read the level when they run, so what is compiled or captured need not know it; code that torch.compile traces reads
+`level`, and Dynamo guards the graph on its value.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flash_attn import _library
+from flash_attn._errors import ArgumentError
+from flash_attn._ops import checks
+
+ENVIRONMENT = "FLASH_ATTENTION_BATCH_INVARIANT"
+LEVELS = (0, 1, 2)
+_ALIGNED = 8  # elements; of 16 bits, they are 16 bytes
+_ALL = "the integer 0, 1 or 2"
+_KERNELS = _library.library_path()  # the library, which this loads
+
+
+def level() -> int:
+    """The level in force: 0 none, 1 batch-invariant, 2 also invariant to chunks and equal in training and serving."""
+    return _level
+
+
+def set_level(value: int) -> None:
+    """Put a level in force, in the kernel library and here."""
+    global _level
+    if torch.compiler.is_compiling():  # a graph would set the level after all that it computes
+        torch._dynamo.graph_break("the level of batch invariance must be set outside of a graph")
+    checks.integer("level", value, _ALL)
+    checks.number("level", value, value in LEVELS, _ALL)
+    _tell_kernels(int(value))
+    _level = int(value)
+
+
+def refuse_unkept(
+    *,
+    dropout_p: float | None = None,
+    return_max_logit: bool = False,
+    exact_gradients: bool = False,
+    beyond_kernels: Sequence[str] = (),
+) -> None:
+    """Raise for a call of attention with one of these, for which level 2 cannot keep its promise where it is in force.
+
+    Every such refusal is here, so that one list says what cannot be had.
+
+    exact_gradients: with two key ranges of each row, whose results are merged before they are rounded, but after it
+        in serving. beyond_kernels: what in this call kernels do not take, while they compute these rows in others.
+    """
+    if _level < 2:
+        return
+    at_level_2 = "where the level of batch invariance is 2, found"
+    if dropout_p:
+        raise ArgumentError(
+            f"dropout_p must be 0 {at_level_2} {dropout_p}: what drops weights in training cannot equal what serves; "
+            "set_batch_invariant(1) allows it"
+        )
+    if return_max_logit:
+        raise ArgumentError(
+            f"return_max_logit must be False {at_level_2} True: kernels that return the largest score round otherwise"
+        )
+    if exact_gradients:
+        raise ArgumentError(
+            f"flash_attn.precision must not use exact gradients with two key_ranges {at_level_2} them: serving merges "
+            "the ranges after rounding"
+        )
+    if beyond_kernels:
+        raise ArgumentError(
+            f"attention must run in kernels {at_level_2} {' and '.join(beyond_kernels)}, which they do not take: they "
+            "would compute the same rows in another call"
+        )
+
+
+def refuse_sums_of_many(processes: int) -> None:
+    """Raise at level 2 for a sum over more than two processes, in an order that depends on how much is sent."""
+    if _level == 2 and processes > 2:
+        raise NotImplementedError(
+            "process_group must have at most 2 processes that sum their parts of a layer where the level of batch "
+            f"invariance is 2, found {processes}: the order of a sum depends on the size of the message"
+        )
+
+
+def refuse_ragged(name: str, columns: int) -> None:
+    """Raise for rows of which kernels add other columns together in each row, as that is where accesses are aligned."""
+    if _level and columns % _ALIGNED:
+        raise NotImplementedError(
+            f"{name} must have a multiple of {_ALIGNED} columns where the level of batch invariance is {_level}, found "
+            f"{columns}"
+        )
+
+
+def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns x (..., columns), or a copy of it whose rows all begin where kernels can read 16 bytes at once.
+
+    In rows that begin elsewhere, kernels add other columns together.
+    """
+    if not any(step % _ALIGNED for step in (x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:
+        return x
+    columns = x.shape[-1]
+    return torch.nn.functional.pad(x, (0, -columns % _ALIGNED))[..., :columns]
+
+
+def refuse_angles_of_length() -> None:
+    """Raise at level 2 for a model whose rotary angles depend on the length of a sequence, or of its cache."""
+    if _level == 2:
+        raise NotImplementedError(
+            "config.rope_parameters must give angles that do not depend on the length of a sequence where the level of "
+            "batch invariance is 2, found a rope_type that does: a token would get other angles in a longer cache"
+        )
+
+
+def refuse_torch_attention() -> None:
+    """Raise for attention by torch's own products, whose order of sums depends on the batch."""
+    if _level:
+        raise NotImplementedError(
+            f"use_flash_attn must be True where the level of batch invariance is {_level}, found False"
+        )
+
+
+def refusing(composite: Callable, least: int = 1) -> Callable:
+    """Returns `composite`, an op in operations of torch, as a function that raises from level `least` on.
+
+    The order of these operations depends on the shapes of the batch.
+    """
+
+    @functools.wraps(composite)
+    def refused_in_force(*args):
+        if _level >= least:
+            raise NotImplementedError(
+                "attention and layers must have no tangents and be in no transform of torch.func where the level of "
+                f"batch invariance is {_level}, found one: call them within batch_invariant(0)"
+            )
+        return composite(*args)
+
+    return refused_in_force
+
+
+def _from_environment() -> int:
+    value = os.environ.get(ENVIRONMENT, "").strip()
+    if value not in ("", *map(str, LEVELS)):
+        raise ValueError(f"the environment variable {ENVIRONMENT} must be 0, 1 or 2, found {value!r}")
+    return int(value or 0)
+
+
+def _tell_kernels(value: int) -> None:
+    """Give a level to the planners of the kernels, if a library of them is loaded."""
+    tell = getattr(torch.ops.flash_attn, "set_batch_invariant", None)
+    if tell is not None:
+        tell(value)
+    elif _KERNELS is not None and value:
+        raise RuntimeError(
+            f"level must be 0 with the kernels of {_KERNELS}, found {value}: they were built before there was batch "
+            "invariance. Build them again"
+        )
+
+
+_level = _from_environment()
+if _level:
+    _tell_kernels(_level)

@@ -1,0 +1,61 @@
+"""Linear layers whose results do not depend on the number of rows, bit for bit.
+
+    out = batch_invariant_linear(x, weight, bias)
+
+    with batch_invariant_layers():              # all linear layers within, also those of other packages' models
+        logits = model(tokens).logits
+
+Libraries of matrix products choose tiles, and an order of sums, by the number of rows: so a token of a batch gets other
+bits than the same token alone. Here both are fixed. docs/guides/batch_invariance.md says what that costs.
+"""
+
+import contextlib
+
+from torch import Tensor
+
+from flash_attn._ops import fused_dense, linear
+from flash_attn._ops.layers_in_force import FixedLayers
+
+__all__ = ["batch_invariant_layers", "batch_invariant_linear"]
+
+
+def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns x weight^T + bias, differentiable, with bits of a row that depend on that row and the layer alone.
+
+    On a GPU it is a Triton kernel with fixed tiles, for float64 fixed shapes of torch's product; on a CPU those, too.
+    Sums are float32 (float64 for float64), without TF32, and rounded once, after the bias is added. The gradient of x
+    is computed in the same way; those of the weight and the bias are sums over rows, by torch.
+
+    Arguments:
+        x: (..., in_features), float32, float16, bfloat16 or float64, any strides. Under autocast all three tensors are
+            cast to its dtype.
+        weight: (out_features, in_features), of the dtype of x.
+        bias: (out_features,), of the dtype of x, or None.
+
+    Returns (..., out_features). Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> x, weight = torch.randn(300, 64), torch.randn(128, 64)
+    >>> torch.equal(batch_invariant_linear(x[7], weight), batch_invariant_linear(x, weight)[7])
+    True
+    """
+    autocast = fused_dense.check_layer(x, weight, bias)
+    if autocast is not None:
+        x, weight, bias = (None if tensor is None else tensor.to(autocast) for tensor in (x, weight, bias))
+    return linear.fwd(x, weight, bias)
+
+
+def batch_invariant_layers() -> contextlib.AbstractContextManager:
+    """A context in which torch's linear layers are computed by `batch_invariant_linear`, whoever calls them.
+
+    These are torch.nn.functional.linear (so nn.Linear, and adapters made of it), and addmm, mm and matmul with a matrix
+    as the second operand. On the CPU, gelu, silu, sigmoid and glu are computed by formulas, since torch's own give the
+    last elements of a tensor other bits. Within, a weight that is no plain tensor raises NotImplementedError.
+    `GPTLMHeadModel` enters it by itself where the level of batch invariance is 2. What is computed again in a backward,
+    by an activation checkpoint, is outside of it.
+
+    >>> layer, x = torch.nn.Linear(64, 128), torch.randn(300, 64)
+    >>> with torch.no_grad(), batch_invariant_layers():
+    ...     torch.equal(layer(x[7]), layer(x)[7])
+    True
+    """
+    return FixedLayers()
