@@ -59,9 +59,5 @@ def batch_invariant(level: int = 1) -> Iterator[None]:
         >>> get_batch_invariant()
         0
     """
-    before = invariance.level()
-    set_batch_invariant(level)
-    try:
+    with invariance.at_level(level):
         yield
-    finally:
-        set_batch_invariant(before)
