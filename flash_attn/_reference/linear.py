@@ -1,7 +1,7 @@
 """A linear layer in plain torch whose bits do not depend on the number of rows. Arguments as in `_ops/linear.py`.
 
-Every product has one shape, (ROWS, in) by (in, out): the rows are divided into blocks, the last one with zeros at its
-end. A library of matrix products computes a row of such a product alike wherever it stands and whatever the others are;
+Every product has one shape, (ROWS, in) by (in, out), and strides that do not depend on those of x and the weight: the
+rows are divided into blocks, the last one with zeros at its end. A library of matrix products computes a row of such a product alike wherever it stands and whatever the others are;
 `tests/ops/test_linear.py` tests that. For another number of rows it may add in another order.
 """
 
@@ -16,7 +16,7 @@ ROWS = 32
 def fwd(x, weight, bias):
     """x weight^T + bias, computed in fp32, or fp64 for fp64, and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    rows, columns = matrix(x).to(wide), weight.to(wide).mT
+    rows, columns = matrix(x).to(wide).contiguous(), weight.to(wide).contiguous().mT
     blocks = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS)).split(ROWS)
     out = rows.new_empty(ROWS * len(blocks), columns.shape[1])
     for block, product in zip(blocks, out.split(ROWS), strict=True):

@@ -96,6 +96,19 @@ def test_bits_depend_on_no_other_row(dtype, width, device):
     assert same_rows(dx, dout)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("shape", [((31,), 16, 3), ((32,), 512, 500), ((32,), 1100, 1), ((5,), 33, 8)], ids=str)
+def test_layouts_change_no_bit(dtype, shape, device):
+    """A weight is stored as (in, out) by some packages, or begins anywhere in a buffer."""
+    x, weight, _ = draw(shape, dtype, device)
+    expected = batch_invariant_linear(x, weight)
+    offset = F.pad(weight.flatten(), (3, 0))[3:].view(weight.shape)
+    for each in (weight.mT.contiguous().mT, offset, F.pad(weight, (1, 2))[:, 1:-2]):
+        assert torch.equal(batch_invariant_linear(x, each), expected)
+    for each in (x.mT.contiguous().mT, F.pad(x, (1, 2))[:, 1:-2]):
+        assert torch.equal(batch_invariant_linear(each, weight), expected)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("width", [(70, 40), (64, 33)], ids=str)
 def test_kernel(dtype, width, device):
