@@ -13,8 +13,8 @@ from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.ops import activations
 from flash_attn.ops.layer_norm import dropout_add_layer_norm
-from flash_attn.ops.rms_norm import dropout_add_rms_norm, rms_norm
 from flash_attn.ops.linear import batch_invariant_linear
+from flash_attn.ops.rms_norm import dropout_add_rms_norm, rms_norm
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, layer_norm_linear_fn, rms_norm_fn
 
 COUNTS = (1, 3, 64, 1003)  # at most as many as there are
