@@ -12,6 +12,7 @@ from problems import cumulative
 from sequences import LONG, SHORT, Crowd, Problem, assert_same_bits
 
 from flash_attn import batch_invariant, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.layers.rotary import apply_rotary_emb
 
 COUNT = 12
 
@@ -59,6 +60,33 @@ def test_bits_depend_on_no_bias_beside(device):
                 one = flash_attn_func(q[2:3], k[2:3], v[2:3], attn_bias=bias[2:3], return_lse=True)
             for x, y in zip(one, whole, strict=True):
                 assert torch.equal(x[0], y[2])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_within_a_call(device, interleaved):
+    """Of queries and new keys, as by the rotary embedding that training applies before attention."""
+    length, head_dim = (5000 if device.type == "cuda" else 90), 64
+    q, k, v = (torch.randn(1, length, n, head_dim, device=device, dtype=torch.bfloat16) for n in (4, 2, 2))
+    angles = torch.rand(length + 20, 16, device=device) * 100
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    with batch_invariant(2):
+        rotated = (apply_rotary_emb(x, cos, sin, interleaved) for x in (q, k))
+        expected = flash_attn_func(*rotated, v, causal=True)
+        caches = [torch.full((1, length + 20, 2, head_dim), torch.nan, device=device).to(q) for _ in range(2)]
+        ends = [0, length // 3, length - 30, length - 1, length]
+        for start, stop in itertools.pairwise(ends):
+            new = (x[:, start:stop] for x in (q, k, v))
+            found = flash_attn_with_kvcache(
+                next(new),
+                *caches,
+                *new,
+                cos,
+                sin,
+                cache_seqlens=torch.tensor([start], dtype=torch.int32, device=device),
+                rotary_interleaved=interleaved,
+                causal=True,
+            )
+            assert torch.equal(found, expected[:, start:stop]), (start, stop)
 
 
 def test_threads_change_no_bit(device):

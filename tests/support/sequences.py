@@ -284,7 +284,8 @@ class Crowd:
         self.decoded(appended=0)
         self.decoded(appended=min(self.rng.choice([1, 3, 9]), min(self.lengths)))
         found = [(name, flags.nonzero().flatten().tolist()) for name, flags in self.differing if flags.any()]
-        assert not found, f"{found} of {self.__dict__.keys() - {'q', 'k', 'v'}}, {self.lengths}, {self.options}"
+        heads = f"heads {self.heads}.{self.heads_k} of {self.head_dim}, {self.dtype}"
+        assert not found, f"{found} differ; lengths {self.lengths}, {heads}, {self.options}"
         return sum(len(flags) for _, flags in self.differing)
 
     def among_others(self):
