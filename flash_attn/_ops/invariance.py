@@ -34,8 +34,8 @@ def set_level(value: int) -> None:
     checks.number("level", value, value in LEVELS, _ALL)
     if value == _level:
         return
-    if torch.compiler.is_compiling():  # a graph would set the level after all that it computes
-        torch._dynamo.graph_break("the level of batch invariance must be set outside of a graph")
+    if torch.compiler.is_compiling():  # which would do it after all that the graph computes; so the graph ends here
+        raise RuntimeError(f"level must be chosen outside of a graph, found a choice of {value} within one")
     _tell_kernels(int(value))
     _level = int(value)
 
