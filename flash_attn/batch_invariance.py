@@ -24,8 +24,9 @@ def set_batch_invariant(level: int) -> None:
 
     Arguments:
         level: 0: kernels choose what is fastest. 1: the bits of a batch entry do not depend on the other entries, on
-            their number or order, on capacity, padding or pages, and gradients are deterministic. 2: neither do they depend on how a prompt was cut into
-            chunks, or on whether a token was decoded, prefilled or trained; `num_splits` of calls is then overridden.
+            their number or order, on capacity, padding or pages, and gradients are deterministic. 2: neither do they
+            depend on how a prompt was cut into chunks, or on whether a token was decoded, prefilled or trained;
+            `num_splits` of calls is then overridden.
 
     Raises ValueError for another number, TypeError for what is no integer, and RuntimeError where the kernels were
     built before there were levels.

@@ -22,8 +22,8 @@ __all__ = ["batch_invariant_layers", "batch_invariant_linear"]
 def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x weight^T + bias, differentiable, with bits of a row that depend on that row and the layer alone.
 
-    On a GPU it is a Triton kernel with fixed tiles; for float64, and on a CPU, torch multiplies each row by itself. Sums
-    are float32 (float64 for float64), without TF32, and rounded once, after the bias is added. The gradient of x
+    On a GPU it is a Triton kernel with fixed tiles; for float64, and on a CPU, torch multiplies each row by itself.
+    Sums are float32 (float64 for float64), without TF32, and rounded once, after the bias is added. The gradient of x
     is computed in the same way; those of the weight and the bias are sums over rows, by torch.
 
     Arguments:
@@ -40,7 +40,7 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None
     """
     autocast = fused_dense.check_layer(x, weight, bias)
     if autocast is not None:
-        x, weight, bias = (None if tensor is None else tensor.to(autocast) for tensor in (x, weight, bias))
+        x, weight, bias = x.to(autocast), weight.to(autocast), None if bias is None else bias.to(autocast)
     return linear.fwd(x, weight, bias)
 
 
