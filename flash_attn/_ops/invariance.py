@@ -110,12 +110,16 @@ def refuse_ragged(name: str, columns: int) -> None:
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """Returns x (..., columns), or a copy of it whose rows all begin where kernels can read 16 bytes at once.
 
-    In rows that begin elsewhere, kernels add other columns together.
+    In rows that begin elsewhere, kernels add other columns together. A graph does not tell where a tensor begins: there
+    it is always a copy.
     """
-    if not any(step % _ALIGNED for step in (x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:
-        return x
+    if not torch.compiler.is_compiling():
+        steps = x.storage_offset(), *x.stride()[:-1]
+        if x.stride(-1) == 1 and not any(step % _ALIGNED for step in steps):
+            return x
     columns = x.shape[-1]
-    return torch.nn.functional.pad(x, (0, -columns % _ALIGNED))[..., :columns]
+    # More than nothing in each row, since compilers take what pads by nothing for the tensor itself.
+    return torch.nn.functional.pad(x.contiguous(), (0, _ALIGNED - columns % _ALIGNED))[..., :columns]
 
 
 def refuse_angles_of_length(found: str) -> None:

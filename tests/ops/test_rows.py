@@ -145,6 +145,23 @@ def test_cross_entropy(options, dtype, device):
         assert torch.equal(loss(wide[:, 2:-1], labels), loss(logits, labels))
 
 
+def test_compiled(device):
+    """In one graph, which does not tell where in memory rows begin."""
+    compute = torch.compile(
+        lambda x, labels: (CrossEntropyLoss(reduction="none")(x, labels), layer_norm_fn(x, x[0], None)),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    for columns in (48, 64):
+        (x,) = rows(device, torch.float32, columns)
+        labels = torch.randint(columns, (len(x),), device=device)
+        expected = CrossEntropyLoss(reduction="none")(x, labels), layer_norm_fn(x, x[0], None)
+        offset = F.pad(x, (3, 2))[:, 3:-2]
+        for each in (x, offset):
+            assert all(map(torch.equal, compute(each, labels), expected))
+
+
 def test_a_single_long_row_on_several_threads(device):
     """Torch divides the sum of one row among threads, but not those of several."""
     if device.type != "cpu":
