@@ -19,15 +19,17 @@ def set_batch_invariant(level: int) -> None:
     """Choose the level of batch invariance of all calls that follow in this process, in every thread.
 
     A process starts with the level that the environment variable FLASH_ATTENTION_BATCH_INVARIANT names, or with 0.
-    Compiled functions are compiled anew where the level changes what they call. A CUDA graph keeps the kernels that it
-    was captured with: capture after the choice.
+    Compiled functions are compiled anew where the level changes what they call, and a choice within one breaks its
+    graph. A CUDA graph keeps the kernels that it was captured with: capture after the choice.
 
     Arguments:
         level: 0: kernels choose what is fastest. 1: the bits of a batch entry do not depend on the other entries, on
-            their number or order, on capacity, padding or pages. 2: neither do they depend on how a prompt was cut into
-            chunks, or on whether a token was decoded, prefilled or trained; `num_splits` of calls is then overridden.
+            their number or order, on capacity, padding or pages, and gradients are deterministic. 2: neither do they
+            depend on how a prompt was cut into chunks, or on whether a token was decoded, prefilled or trained;
+            `num_splits` of calls is then overridden.
 
-    Raises ValueError for another number, and TypeError for what is no integer.
+    Raises ValueError for another number, TypeError for what is no integer, and RuntimeError where the kernels were
+    built before there were levels.
 
     Example:
         >>> set_batch_invariant(1)
@@ -47,6 +49,8 @@ def get_batch_invariant() -> int:
 def batch_invariant(level: int = 1) -> Iterator[None]:
     """A context with a level of batch invariance, for the whole process; the level before it comes back at its end.
 
+    Contexts of several threads must not overlap: one would end with the level of another.
+
     Arguments:
         level: as for `set_batch_invariant`.
 
@@ -59,9 +63,5 @@ def batch_invariant(level: int = 1) -> Iterator[None]:
         >>> get_batch_invariant()
         0
     """
-    before = invariance.level()
-    set_batch_invariant(level)
-    try:
+    with invariance.at_level(level):
         yield
-    finally:
-        set_batch_invariant(before)

@@ -4,9 +4,10 @@ Ops read the level when they run, so what is compiled or captured need not know 
 `level`, and Dynamo guards the graph on its value.
 """
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -29,12 +30,25 @@ def level() -> int:
 def set_level(value: int) -> None:
     """Put a level in force, in the kernel library and here."""
     global _level
-    if torch.compiler.is_compiling():  # a graph would set the level after all that it computes
-        torch._dynamo.graph_break("the level of batch invariance must be set outside of a graph")
     checks.integer("level", value, _ALL)
     checks.number("level", value, value in LEVELS, _ALL)
+    if value == _level:
+        return
+    if torch.compiler.is_compiling():  # which would do it after all that the graph computes; so the graph ends here
+        raise RuntimeError(f"level must be chosen outside of a graph, found a choice of {value} within one")
     _tell_kernels(int(value))
     _level = int(value)
+
+
+@contextlib.contextmanager
+def at_level(value: int) -> Iterator[None]:
+    """A context with a level in force, for the whole process; the level before it comes back at its end."""
+    before = _level
+    set_level(value)
+    try:
+        yield
+    finally:
+        set_level(before)
 
 
 def refuse_unkept(
@@ -75,12 +89,12 @@ def refuse_unkept(
         )
 
 
-def refuse_sums_of_many(processes: int) -> None:
-    """Raise at level 2 for a sum over more than two processes, in an order that depends on how much is sent."""
-    if _level == 2 and processes > 2:
+def refuse_sums_of_many(processes: int, least: int = 2) -> None:
+    """Raise from level `least` on for a sum over more than two processes: its order depends on how much is sent."""
+    if _level >= least and processes > 2:
         raise NotImplementedError(
-            "process_group must have at most 2 processes that sum their parts of a layer where the level of batch "
-            f"invariance is 2, found {processes}: the order of a sum depends on the size of the message"
+            "process_group must have at most 2 processes that sum their parts of a result where the level of batch "
+            f"invariance is {_level}, found {processes}: the order of a sum depends on the size of the message"
         )
 
 
@@ -96,21 +110,31 @@ def refuse_ragged(name: str, columns: int) -> None:
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """Returns x (..., columns), or a copy of it whose rows all begin where kernels can read 16 bytes at once.
 
-    In rows that begin elsewhere, kernels add other columns together.
+    In rows that begin elsewhere, kernels add other columns together. A graph does not tell where a tensor begins: there
+    it is always a copy.
     """
-    if not any(step % _ALIGNED for step in (x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:
-        return x
+    if not torch.compiler.is_compiling():
+        steps = x.storage_offset(), *x.stride()[:-1]
+        if x.stride(-1) == 1 and not any(step % _ALIGNED for step in steps):
+            return x
     columns = x.shape[-1]
-    return torch.nn.functional.pad(x, (0, -columns % _ALIGNED))[..., :columns]
+    # More than nothing in each row, since compilers take what pads by nothing for the tensor itself.
+    return torch.nn.functional.pad(x.contiguous(), (0, _ALIGNED - columns % _ALIGNED))[..., :columns]
 
 
-def refuse_angles_of_length() -> None:
-    """Raise at level 2 for a model whose rotary angles depend on the length of a sequence, or of its cache."""
-    if _level == 2:
+def refuse_angles_of_length(found: str) -> None:
+    """Raise for rotary embeddings of a batch, or of a cache, whose angles or scales depend on its length."""
+    if _level:
         raise NotImplementedError(
-            "config.rope_parameters must give angles that do not depend on the length of a sequence where the level of "
-            "batch invariance is 2, found a rope_type that does: a token would get other angles in a longer cache"
+            "rotary embeddings must have angles and scales that do not depend on the length of a sequence where the "
+            f"level of batch invariance is {_level}, found {found}: a token would get others in a longer batch or cache"
         )
+
+
+def refuse_convolutions(name: str) -> None:
+    """Raise at level 2 for convolutions over tokens, whose order of sums libraries choose by the batch."""
+    if _level == 2:
+        raise NotImplementedError(f"{name} must be False where the level of batch invariance is 2, found True")
 
 
 def refuse_torch_attention() -> None:

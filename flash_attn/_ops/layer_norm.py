@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional
 
 from flash_attn import _library
-from flash_attn._ops import autograd, checks, invariance, rng, sharding, triton
+from flash_attn._ops import autograd, checks, invariance, linear, rng, sharding, triton
 from flash_attn._reference import fused_dense as dense_reference
 from flash_attn._reference import layer_norm as reference
 
@@ -79,9 +79,9 @@ def forward(
     _check_branches(names[0], x0, x1, residual, rowscale, x0_subset, out_subset, out_rows)
     parameters = dict(zip(names[1:], (weight, bias))) | {"weight1": weight1, "bias1": bias1, "layerscale": colscale}
     _check_parameters(x0, parameters)
-    if invariance.level() and _library.is_where_kernels_run(x0):
-        invariance.refuse_ragged(names[0], x0.shape[-1])
-        x0, x1, residual = (None if x is None else invariance.with_aligned_rows(x) for x in (x0, x1, residual))
+    x0, x1, residual, weight, bias, weight1, bias1, colscale = _aligned(
+        names[0], x0, x1, residual, weight, bias, weight1, bias1, colscale
+    )
     if bias1 is not None and weight1 is None:
         raise ValueError("weight1 must be given together with bias1, found None")
     if out_dtype is not None and out_dtype not in DTYPES:
@@ -236,6 +236,7 @@ def normalize_linear(
     checks.tensor("linear_weight", linear_weight, dtypes=DTYPES, shape=(None, x.shape[-1]), device=x.device)
     if linear_bias is not None:
         checks.tensor("linear_bias", linear_bias, dtypes=DTYPES, shape=linear_weight.shape[:1], device=x.device)
+    x, residual, norm_weight, norm_bias = _aligned("x", x, residual, norm_weight, norm_bias)
     dtype = _library.autocast_dtype(x) or x.dtype
     h_dtype = _h_dtype(x, residual, residual_in_fp32)
     changed = residual is not None or h_dtype != x.dtype
@@ -255,6 +256,17 @@ def normalize_linear(
 
 def _h_dtype(x0, residual, residual_in_fp32):
     return residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x0.dtype
+
+
+def _aligned(name, x, *others):
+    """Returns the tensors; from level 1 of batch invariance on such that kernels read the rows of all in the same way.
+
+    x, which the caller calls `name`, is one of those that may not be None.
+    """
+    if not (invariance.level() and _library.is_where_kernels_run(x)):
+        return x, *others
+    invariance.refuse_ragged(name, x.shape[-1])
+    return tuple(None if each is None else invariance.with_aligned_rows(each) for each in (x, *others))
 
 
 def _needs_gradient(inputs):
@@ -538,7 +550,7 @@ class _LayerNormLinear(torch.autograd.Function):
         ctx.save_for_backward(x if h_dtype is None else h, mean, rstd, norm_weight, norm_bias, linear_weight)
         ctx.options = eps, is_rms_norm, x.dtype, residual is not None
         ctx.set_materialize_grads(False)
-        out = functional.linear(normal, linear_weight, linear_bias)
+        out = linear.product(normal, linear_weight, linear_bias)
         return (out,) if h_dtype is None else (out, h)
 
     @staticmethod
@@ -591,6 +603,7 @@ class _LayerNormLinear(torch.autograd.Function):
         )
 
 
+@invariance.refusing
 @autograd.in_plain_torch
 def _linear_in_plain_torch(x, residual, norm_weight, norm_bias, linear_weight, linear_bias, options):
     """The same as `_LayerNormLinear` in operations of torch."""

@@ -1,7 +1,8 @@
 """What stands for torch's own layers at level 2, for all code that runs within a context, also that of others.
 
-Linear layers, however they are written, become `linear.fwd`. On the CPU, activations become their formulas: torch's own
-compute the last elements of a tensor by other instructions than those before, so bits depend on where a row ends.
+Linear layers, written as products with a matrix, become `linear.fwd`. On the CPU, activations become their formulas:
+torch's own compute the last elements of a tensor by other instructions than those before, so bits depend on where a row
+ends.
 """
 
 import contextlib
@@ -43,9 +44,13 @@ def _matmul(func, input, other, **kwargs):
     return _product(input, other.mT, None)
 
 
-def _addmm(func, input, mat1, mat2, **kwargs):
-    if kwargs or input.dim() != 1:
-        return func(input, mat1, mat2, **kwargs)
+def _rmatmul(func, input, other):
+    return _matmul(torch.matmul, other, input)
+
+
+def _addmm(func, input, mat1, mat2, *, beta=1, alpha=1, **kwargs):
+    if kwargs or input.dim() != 1 or beta != 1 or alpha != 1:
+        return func(input, mat1, mat2, beta=beta, alpha=alpha, **kwargs)
     return _product(mat1, mat2.mT, input)
 
 
@@ -59,21 +64,29 @@ def _product(x, weight, bias):
                 f"{type(tensor).__name__}"
             )
     dtype = _library.autocast_dtype(x)
-    if dtype is not None:
+    if dtype is not None and x.dtype != torch.float64:  # which autocast leaves alone
         x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))
     return linear.fwd(x, weight, bias)
 
 
-def _formula(name: str) -> Callable:
-    """A function of torch, with one tensor, by a formula of `_reference/activation.py`."""
+def _gelu(func, input, approximate="none"):
+    if _library.is_where_kernels_run(input):
+        return func(input, approximate=approximate)
+    return activation.formula("gelu_approx" if approximate == "tanh" else "gelu", input)
 
-    def stand_in(func, input, *args, **kwargs):
-        if args or kwargs.get("inplace") or _library.is_where_kernels_run(input):
-            return func(input, *args, **kwargs)
-        exact = name == "gelu" and kwargs.get("approximate", "none") == "tanh"
-        return activation.formula("gelu_approx" if exact else name, input)
 
-    return stand_in
+def _silu(func, input, inplace=False):
+    if _library.is_where_kernels_run(input):
+        return func(input, inplace=inplace)
+    if inplace:  # the derivative needs what is overwritten
+        return input.copy_(activation.formula("silu", input.clone()))
+    return activation.formula("silu", input)
+
+
+def _sigmoid(func, input, **kwargs):
+    if kwargs or _library.is_where_kernels_run(input):
+        return func(input, **kwargs)
+    return activation.formula("sigmoid", input)
 
 
 def _glu(func, input, dim=-1):
@@ -85,14 +98,11 @@ def _glu(func, input, dim=-1):
 
 _STAND_INS: dict[Any, Callable] = {
     F.linear: _linear,
-    torch.matmul: _matmul,
-    torch.mm: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.mm: _matmul,
-    Tensor.__matmul__: _matmul,
-    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    Tensor.__rmatmul__: _rmatmul,
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
     F.glu: _glu,
-    F.gelu: _formula("gelu"),
-    F.silu: _formula("silu"),
-    **dict.fromkeys((F.sigmoid, torch.sigmoid, Tensor.sigmoid), _formula("sigmoid")),
+    F.gelu: _gelu,
+    F.silu: _silu,
+    **dict.fromkeys((F.sigmoid, torch.sigmoid, Tensor.sigmoid), _sigmoid),
 }

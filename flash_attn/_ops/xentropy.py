@@ -250,6 +250,8 @@ def forward(logits, rest, group):
     losses = losses + torch.where(weight > 0, weight * (of_all - lse), 0).float()
     # If all logits of this part are -inf, so is its lse, and its share of the loss is +inf: not the sum of both.
     losses = torch.where((weight > 0) & lse.isneginf(), (of_all - lse).float(), losses)
+    if label_smoothing:  # else one process has a loss, and the others 0
+        invariance.refuse_sums_of_many(collectives.size(group), least=1)
     losses, _ = collectives.reduce(losses, group)
     z_losses = lse_square_scale * of_all.square().float() if lse_square_scale else torch.zeros_like(losses)
     losses, z_losses, lse = (torch.where(kept, x, 0) for x in (losses + z_losses, z_losses, of_all))

@@ -25,7 +25,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from flash_attn import _torch_private
-from flash_attn._ops import autograd, checks, rotary, sharding
+from flash_attn._ops import autograd, checks, invariance, rotary, sharding
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
@@ -340,6 +340,8 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns (cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base."""
+        if self.scale_base is not None:
+            invariance.refuse_angles_of_length(f"scale_base={self.scale_base}")
         if torch.compiler.is_compiling():
             return self._tables_of_graph(seqlen, device, dtype)
         self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn._ops import invariance
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.models._config import Reader, Settings, refuse_unless
 
@@ -148,6 +149,11 @@ class _ScaledRotaryEmbedding(RotaryEmbedding):
 
     def _scaled(self, seqlen, device):
         return _SCALED[self._scaling["rope_type"]](super()._compute_inv_freq(device), self._scaling, self.base, seqlen)
+
+    def _tables(self, seqlen, device, dtype):
+        if self._scaling["rope_type"] in _REGIMES:
+            invariance.refuse_angles_of_length(f"rope_type={self._scaling['rope_type']!r}")
+        return super()._tables(seqlen, device, dtype)
 
     def _frequencies(self, seqlen, device):
         by_length = self._scaling["rope_type"] in _REGIMES

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, invariance
 from flash_attn._ops.layers_in_force import layers_in_force
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,12 +45,13 @@ class LayerStack(nn.Module):
         if not (self.gradient_checkpointing and torch.is_grad_enabled() and index % how.every_n_layers == 0):
             return layer(*args, mixer_kwargs=mixer_kwargs, **kwargs)
         # With use_reentrant, only tensors among the arguments themselves get a gradient.
-        given = mixer_kwargs or {}
+        given, level = mixer_kwargs or {}, invariance.level()
         names = [name for name, value in given.items() if isinstance(value, Tensor)]
 
         def run(*inputs):
             tensors = dict(zip(names, inputs[len(args) :]))
-            with layers_in_force():  # also where it runs again, in the backward
+            # Also where it runs again, in the backward, perhaps after the context of the forward has ended.
+            with invariance.at_level(level), layers_in_force():
                 return layer(*inputs[: len(args)], mixer_kwargs=given | tensors, **kwargs)
 
         on_host = save_on_cpu(pin_memory=torch.accelerator.is_available()) if how.offload else contextlib.nullcontext()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from flash_attn import _library
-from flash_attn._ops import checks, fusing, invariance, xentropy
+from flash_attn._ops import checks, fusing, xentropy
 from flash_attn._ops.layers_in_force import layers_in_force
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.losses.linear_cross_entropy import (
@@ -982,8 +982,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         """
         shift_labels = options.pop("shift_labels", None)
         check_options(self, options)
-        if self.depends_on_capacity:
-            invariance.refuse_angles_of_length()
         if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
         shape = tokens_of(input_ids, inputs_embeds).shape
@@ -1000,14 +998,12 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             hidden = hidden[:, -num_last_tokens:]
         with layers_in_force():
             hidden = self._before_head(hidden)
-        if labels is not None or shift_labels is not None:
-            following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
-            with layers_in_force():
+            if labels is not None or shift_labels is not None:
+                following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
                 loss = self._loss(hidden, following, loss_fn, num_items_in_batch)
-            if num_items_in_batch is not None and attention_mask is not None:
-                loss = loss * _counted_by_trainers(labels, shift_labels, following)
-            return as_asked(CausalLMLoss(loss=loss), return_dict)
-        with layers_in_force():
+                if num_items_in_batch is not None and attention_mask is not None:
+                    loss = loss * _counted_by_trainers(labels, shift_labels, following)
+                return as_asked(CausalLMLoss(loss=loss), return_dict)
             logits = self.lm_head(hidden)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)

@@ -22,7 +22,7 @@ __all__ = ["batch_invariant_layers", "batch_invariant_linear"]
 def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x weight^T + bias, differentiable, with bits of a row that depend on that row and the layer alone.
 
-    On a GPU it is a Triton kernel with fixed tiles, for float64 fixed shapes of torch's product; on a CPU those, too.
+    On a GPU it is a Triton kernel with fixed tiles; for float64, and on a CPU, torch multiplies each row by itself.
     Sums are float32 (float64 for float64), without TF32, and rounded once, after the bias is added. The gradient of x
     is computed in the same way; those of the weight and the bias are sums over rows, by torch.
 
@@ -40,7 +40,7 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None
     """
     autocast = fused_dense.check_layer(x, weight, bias)
     if autocast is not None:
-        x, weight, bias = (None if tensor is None else tensor.to(autocast) for tensor in (x, weight, bias))
+        x, weight, bias = x.to(autocast), weight.to(autocast), None if bias is None else bias.to(autocast)
     return linear.fwd(x, weight, bias)
 
 
@@ -48,8 +48,9 @@ def batch_invariant_layers() -> contextlib.AbstractContextManager:
     """A context in which torch's linear layers are computed by `batch_invariant_linear`, whoever calls them.
 
     These are torch.nn.functional.linear (so nn.Linear, and adapters made of it), and addmm, mm and matmul with a matrix
-    as the second operand. On the CPU, gelu, silu, sigmoid and glu are computed by formulas, since torch's own give the
-    last elements of a tensor other bits. Within, a weight that is no plain tensor raises NotImplementedError.
+    as the second operand; not einsum, bmm and what is written in C++. On the CPU, gelu, silu, sigmoid and glu are
+    computed by formulas, since torch's own give the last elements of a tensor other bits, as softplus, mish and elu
+    still do. Within, a weight that is no plain tensor raises NotImplementedError.
     `GPTLMHeadModel` enters it by itself where the level of batch invariance is 2. What is computed again in a backward,
     by an activation checkpoint, is outside of it.
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, LlamaConfig
 
-from flash_attn import batch_invariant
+from flash_attn import batch_invariant, get_batch_invariant
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
 from flash_attn.models.gpt import GPTLMHeadModel
@@ -164,6 +164,18 @@ def test_layers_computed_again(tokens):
         assert torch.equal(x, y)
 
 
+def test_layers_computed_again_after_the_context(tokens):
+    """At the level of their forward."""
+    with batch_invariant(0):
+        with batch_invariant(2):
+            model = GPTLMHeadModel(_llama(gradient_checkpointing=True), device=tokens.device)
+            levels = []
+            model.transformer.layers[1].mlp.register_forward_pre_hook(lambda *_: levels.append(get_batch_invariant()))
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        assert levels == [2, 2] and get_batch_invariant() == 0
+
+
 def test_adapters_and_hooks_run(model, tokens):
     peft = pytest.importorskip("peft")
     plain = trained(model, tokens)
@@ -196,9 +208,19 @@ def test_what_cannot_be_kept_is_refused(tokens):
     config.use_flash_attn = False
     with pytest.raises(NotImplementedError, match=r"use_flash_attn must be True where the level .* is 2, found False"):
         GPTLMHeadModel(config, device=tokens.device)(tokens)
-    scaled = _llama(rotary_emb_scaling=dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=16))
-    with pytest.raises(NotImplementedError, match="must give angles that do not depend on the length of a sequence"):
-        GPTLMHeadModel(scaled, device=tokens.device)(tokens)
+    dynamic = dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=16)
+    for options, found in (
+        (dict(rotary_emb_scaling=dynamic), "found rope_type='dynamic'"),
+        (dict(rotary_emb_scale_base=64.0), r"found scale_base=64\.0"),
+    ):
+        scaled = GPTLMHeadModel(_llama(**options), device=tokens.device)
+        params = InferenceParams(max_seqlen=LENGTH, max_batch_size=3)
+        for given in ({}, dict(inference_params=params)):
+            message = f"must have angles and scales that do not depend on the length of a sequence .* is 2, {found}"
+            with pytest.raises(NotImplementedError, match=message):
+                scaled(tokens, **given)
+    with pytest.raises(NotImplementedError, match=r"dwconv must be False where the level .* is 2, found True"):
+        GPTLMHeadModel(_gpt2(attn_dwconv=True), device=tokens.device)(tokens)
     model = GPTLMHeadModel(_gpt2(), device=tokens.device).train()
     model.transformer.layers[0].mixer.inner_attn.drop.p = 0.1
     with pytest.raises(ValueError, match=r"dropout_p must be 0 where the level of batch invariance is 2, found 0.1"):

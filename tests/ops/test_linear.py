@@ -79,7 +79,7 @@ def same_rows(function, x, counts=(1, 3, 31, 64, 65)):
     return torch.equal(function(x[-1]), expected[-1])
 
 
-WIDTHS = [(16, 24), (64, 130), (100, 1000), (512, 96), (1000, 33), (1100, 64)]
+WIDTHS = [(16, 24), (64, 130), (100, 1000), (512, 96), (1000, 33), (1100, 64), (768, 5), (257, 2), (33, 1000), (8, 7)]
 
 
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
@@ -94,6 +94,19 @@ def test_bits_depend_on_no_other_row(dtype, width, device):
         return torch.autograd.grad(batch_invariant_linear(leaf, weight, bias), leaf, dout)[0]
 
     assert same_rows(dx, dout)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("shape", [((31,), 16, 3), ((32,), 512, 500), ((32,), 1100, 1), ((5,), 33, 8)], ids=str)
+def test_layouts_change_no_bit(dtype, shape, device):
+    """A weight is stored as (in, out) by some packages, or begins anywhere in a buffer."""
+    x, weight, _ = draw(shape, dtype, device)
+    expected = batch_invariant_linear(x, weight)
+    offset = F.pad(weight.flatten(), (3, 0))[3:].view(weight.shape)
+    for each in (weight.mT.contiguous().mT, offset, F.pad(weight, (1, 2))[:, 1:-2]):
+        assert torch.equal(batch_invariant_linear(x, each), expected)
+    for each in (x.mT.contiguous().mT, F.pad(x, (1, 2))[:, 1:-2]):
+        assert torch.equal(batch_invariant_linear(each, weight), expected)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
@@ -171,13 +184,15 @@ WRITTEN = {
     "operator": lambda x, weight, bias: x @ weight.T,
     "mm": lambda x, weight, bias: x.mm(weight.T),
     "addmm": lambda x, weight, bias: torch.addmm(bias, x, weight.T),
+    "addmm with factors of 1": lambda x, weight, bias: bias.addmm(x, weight.T, beta=1, alpha=1.0),
+    "reversed operator": lambda x, weight, bias: weight.T.__rmatmul__(x),
 }
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_torch_layers_within_the_context(name, device):
     x, weight, bias = draw("tiles", "fp32", device)
-    has_bias = name in ("linear", "by name", "addmm")
+    has_bias = name.startswith(("linear", "by name", "addmm"))
     expected = batch_invariant_linear(x, weight, bias if has_bias else None)
     with batch_invariant_layers():
         found = WRITTEN[name](x, weight, bias)
@@ -188,6 +203,9 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu by tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
+    "silu in place": lambda x: F.silu(x * 1, inplace=True),
+    "silu of a module": lambda x: torch.nn.SiLU(inplace=True)(x * 1),
+    "gelu by position": lambda x: torch.nn.GELU("tanh")(x),
     "sigmoid": torch.sigmoid,
     "method": lambda x: x.sigmoid(),
     "glu": F.glu,
@@ -208,6 +226,24 @@ def test_activations_within_the_context(name, dtype, device):
     assert_error_ratio(found, exact, function(x), plus=unavoidable(exact, x.dtype, terms=4))
     if alone:
         assert torch.equal(torch.cat(alone), found[:5])
+
+
+def test_gradients_within_the_context(device):
+    """Also of an activation that overwrites what its derivative needs."""
+    x = (3 * torch.randn(5, 8, device=device)).requires_grad_()
+    for name in (name for name in ACTIVATIONS if "along" not in name):
+        (plain,) = torch.autograd.grad(ACTIVATIONS[name](x).square().sum(), x)
+        with batch_invariant_layers():
+            (found,) = torch.autograd.grad(ACTIVATIONS[name](x).square().sum(), x)
+        assert torch.allclose(found, plain, rtol=1e-4, atol=1e-5), name
+
+
+def test_autocast_within_the_context(device):
+    """As torch's own, which leaves float64 alone."""
+    layer = torch.nn.Linear(8, 5, device=device)
+    with torch.autocast(device.type, torch.bfloat16), batch_invariant_layers():
+        assert layer(torch.randn(3, 8, device=device)).dtype == torch.bfloat16
+        assert layer.double()(torch.randn(3, 8, device=device).double()).dtype == torch.float64
 
 
 def test_products_that_are_no_layers_are_left_alone(device):

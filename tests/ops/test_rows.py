@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from cases import DTYPES
 
 from flash_attn import batch_invariant
-from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn._ops import collectives, xentropy
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.ops import activations
 from flash_attn.ops.layer_norm import dropout_add_layer_norm
+from flash_attn.ops.linear import batch_invariant_linear
 from flash_attn.ops.rms_norm import dropout_add_rms_norm, rms_norm
-from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
+from flash_attn.ops.triton.layer_norm import layer_norm_fn, layer_norm_linear_fn, rms_norm_fn
 
 COUNTS = (1, 3, 64, 1003)  # at most as many as there are
 
@@ -120,6 +122,12 @@ def test_rotary(interleaved, dtype, device):
         assert torch.equal(token, rotate(x[5:6], seqlen_offsets=offsets[5:6])[:, 1:])
 
 
+def test_scales_of_a_length_are_refused(device):
+    x = torch.randn(2, 5, 3, 4, 16, device=device)
+    with pytest.raises(NotImplementedError, match=r"do not depend on the length .* level .* is 1, found scale_base=64"):
+        RotaryEmbedding(16, scale_base=64, device=device)(x)
+
+
 @pytest.mark.parametrize(
     "options", [{}, dict(label_smoothing=0.1, lse_square_scale=1e-4), dict(logit_scale=0.7)], ids=str
 )
@@ -137,6 +145,23 @@ def test_cross_entropy(options, dtype, device):
         assert torch.equal(loss(wide[:, 2:-1], labels), loss(logits, labels))
 
 
+def test_compiled(device):
+    """In one graph, which does not tell where in memory rows begin."""
+    compute = torch.compile(
+        lambda x, labels: (CrossEntropyLoss(reduction="none")(x, labels), layer_norm_fn(x, x[0], None)),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    for columns in (48, 64):
+        (x,) = rows(device, torch.float32, columns)
+        labels = torch.randint(columns, (len(x),), device=device)
+        expected = CrossEntropyLoss(reduction="none")(x, labels), layer_norm_fn(x, x[0], None)
+        offset = F.pad(x, (3, 2))[:, 3:-2]
+        for each in (x, offset):
+            assert all(map(torch.equal, compute(each, labels), expected))
+
+
 def test_a_single_long_row_on_several_threads(device):
     """Torch divides the sum of one row among threads, but not those of several."""
     if device.type != "cpu":
@@ -151,6 +176,42 @@ def test_a_single_long_row_on_several_threads(device):
         assert torch.equal(rms_norm(x, torch.ones(70000), 1e-6)[1:2], rms_norm(x[1:2], torch.ones(70000), 1e-6))
     finally:
         torch.set_num_threads(before)
+
+
+def test_sums_over_many_processes_are_refused(device, monkeypatch):
+    """With label smoothing, which gives each process a part of the loss of a row."""
+    logits, labels = torch.randn(3, 10, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    monkeypatch.setattr(collectives, "size", lambda group: 3)
+    monkeypatch.setattr(collectives, "gather_rows", lambda x, group: (torch.cat([x] * 3), None))
+    monkeypatch.setattr(collectives, "reduce", lambda x, group: (x, None))
+    xentropy.forward(logits, (labels, None, 0.0, 1.0, 0.0, -100, 0, 30), "a group")
+    message = r"process_group must have at most 2 processes that sum .* level .* is 1, found 3"
+    with pytest.raises(NotImplementedError, match=message):
+        xentropy.forward(logits, (labels, None, 0.1, 1.0, 0.0, -100, 0, 30), "a group")
+
+
+def test_a_linear_layer_of_a_norm(dtype, device):
+    """At level 2, as other linear layers."""
+    weight, linear = torch.randn(64, device=device), torch.randn(48, 64, device=device)
+    with batch_invariant(2):
+        for residual in (False, True):
+
+            def norm(x, h, residual=residual):
+                return layer_norm_linear_fn(x, weight, None, linear, None, h if residual else None, prenorm=True)
+
+            assert_same_rows(norm, *rows(device, dtype, 64, 2))
+            (x, _) = rows(device, dtype, 64, 2)
+            expected = batch_invariant_linear(layer_norm_fn(x, weight, None), linear.to(dtype))
+            assert torch.equal(norm(x, None)[0] if not residual else expected, expected)
+
+
+@pytest.mark.cuda
+def test_parameters_that_begin_at_other_alignments(device):
+    """As in one buffer that holds all parameters of a model."""
+    x, flat = torch.randn(9, 1000, device=device).bfloat16(), torch.randn(2003, device=device).bfloat16()
+    weight, bias = flat[:1000], flat[1003:]
+    expected = layer_norm_fn(x, weight.clone(), bias.clone())
+    assert torch.equal(layer_norm_fn(x, weight, bias), expected)
 
 
 @pytest.mark.cuda

@@ -378,7 +378,8 @@ def _attend(
         elif sink is not None:
             _add_sink_(sink, part, *tensors[3:])
     tops, los = (_per_row(x) if x.numel() else None for x in (row_max, lse_lo))
-    for group in (aligned_groups if invariant else groups)(*tensors[:2], others, without_keys=sink is not None):
+    divide = aligned_groups if invariant else groups
+    for group in divide(tensors[0], tensors[1], others, without_keys=sink is not None):
         _forward(group, options, features, tops, los, *tensors)
     return out.to(q.dtype), softmax_lse, row_max, lse_lo
 
