@@ -647,7 +647,8 @@ def _features(given, causal, q, k, batch, options):
     max_seqlen_k = options.get("max_seqlen_k") if varlen else k.shape[1]
     features = with_features.checked(given, causal, q, batch, max_seqlen_k, varlen)
     options["seqused_k"] = given.seqused_k
-    has_length = not (varlen or paged or torch.compiler.is_compiling())  # a graph may later be called with more keys
+    # A graph may later be called with more keys; and at level 2 as many keys in a cache must be computed alike.
+    has_length = not (varlen or paged or torch.compiler.is_compiling() or invariance.level() == 2)
     if features.attention_chunk and has_length and features.attention_chunk >= k.shape[1]:
         whole = given.seqused_q is None and given.seqused_k is None
         if causal is True or (whole and q.shape[1] <= k.shape[1]):  # rows before the first key are in chunk -1
@@ -656,8 +657,11 @@ def _features(given, causal, q, k, batch, options):
 
 
 def _simplified(features, causal):
-    """Returns features, and causal as a flag: a tensor becomes one if its entries agree and are free to read."""
-    if features.causal is None:
+    """Returns features, and causal as a flag: a tensor becomes one if its entries agree and are free to read.
+
+    But not where batches must not matter: kernels compute masks of entries that differ in another way.
+    """
+    if features.causal is None or invariance.level():
         return features, causal
     if _library.can_be_read_at_once(features.causal) and features.causal.numel():
         values = features.causal != 0
