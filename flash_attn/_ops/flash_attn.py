@@ -647,8 +647,8 @@ def _features(given, causal, q, k, batch, options):
     max_seqlen_k = options.get("max_seqlen_k") if varlen else k.shape[1]
     features = with_features.checked(given, causal, q, batch, max_seqlen_k, varlen)
     options["seqused_k"] = given.seqused_k
-    # A graph may later be called with more keys; and at level 2 as many keys in a cache must be computed alike.
-    has_length = not (varlen or paged or torch.compiler.is_compiling() or invariance.level() == 2)
+    # A graph may later be called with more keys; and where batches must not matter, their capacity must not.
+    has_length = not (varlen or paged or torch.compiler.is_compiling() or invariance.level())
     if features.attention_chunk and has_length and features.attention_chunk >= k.shape[1]:
         whole = given.seqused_q is None and given.seqused_k is None
         if causal is True or (whole and q.shape[1] <= k.shape[1]):  # rows before the first key are in chunk -1

@@ -316,7 +316,7 @@ inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, i
 // times as many pieces as they are long: so there are less than 6 pieces for each thread block. With pieces of fixed
 // length, fewer tiles are cut if they needed more than kMostFixedSlots, or kMostRowsEach rows for each thread block.
 inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const FixedPieces& pieces = {}) {
-  constexpr int64_t kMostSlots = 1 << 13, kMostFixedSlots = 1 << 12, kMostRowsEach = 768;
+  constexpr int64_t kMostSlots = 1 << 13, kMostFixedSlots = 1 << 12, kMostRowsEach = 1024;
   const Problem& problem = p.problem;
   const auto [head_dim, head_dim_v] = ServingKernel::head_dims(problem);
   const int group = problem.heads / problem.heads_k;
