@@ -192,6 +192,16 @@ def test_adapters_and_hooks_run(model, tokens):
     assert torch.equal(torch.cat([prefilled, decoded], 1), expected[:1])
 
 
+def test_compiled_training_is_one_graph(tokens):
+    config = _llama()
+    config.n_layer = 1
+    model = GPTLMHeadModel(config, device=tokens.device)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(tokens, labels=tokens).loss
+    loss.backward()
+    assert torch.equal(loss, model(tokens, labels=tokens).loss)
+
+
 @pytest.mark.slow
 def test_compiled(tokens):
     config = _llama()

@@ -144,7 +144,8 @@ class MultiHeadAttention(nn.Module):
         """`_self_attention` of sequences without padding on their left."""
         heads = self.num_heads_per_rank
         packed = inference_params is None and heads == self.num_heads_kv_per_rank
-        qkv = qkv.unflatten(-1, (3, heads, self.head_dim) if packed else (-1, self.head_dim))
+        # Not the method, which torch.compile cannot look into within batch_invariant_layers().
+        qkv = torch.unflatten(qkv, -1, (3, heads, self.head_dim) if packed else (-1, self.head_dim))
         if self._rotates_in_kernel(qkv, inference_params):
             return self._decode(*self._split(qkv), inference_params, rotary=True).flatten(-2)
         if self.rotary_emb_dim > 0:
@@ -179,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         """q (..., heads, head_dim) and kv (..., 2, heads_kv, head_dim) of qkv (..., heads + 2 heads_kv, head_dim)."""
         sizes = self.num_heads_per_rank, 2 * self.num_heads_kv_per_rank
         q, kv = torch.split_with_sizes(qkv, sizes, dim=-2)  # which qkv.split calls, 1 us later
-        return q, kv.unflatten(-2, (2, self.num_heads_kv_per_rank))
+        return q, torch.unflatten(kv, -2, (2, self.num_heads_kv_per_rank))
 
     def _with_normed_heads(self, qkv: Tensor) -> Tensor:
         """qkv (..., (heads + 2 heads_kv) * head_dim) with the norms of its queries and its keys."""
@@ -188,7 +189,7 @@ class MultiHeadAttention(nn.Module):
         if self.qk_norm_over_heads:
             q, k = self._norm_of_heads(self.q_norm, q), self._norm_of_heads(self.k_norm, k)
         else:
-            q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
+            q, k = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k))
             q, k = self._norm_of_heads(self.q_norm, q).flatten(-2), self._norm_of_heads(self.k_norm, k).flatten(-2)
         return torch.cat([q, k, v], dim=-1)
 

@@ -207,7 +207,7 @@ class MHA(MultiHeadAttention):
         kv = self.Wkv(x if x_kv is None else x_kv)
         if self.dwconv:
             q, kv = _convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)
-        return q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim)), residual
+        return torch.unflatten(q, -1, (-1, self.head_dim)), torch.unflatten(kv, -1, (2, -1, self.head_dim)), residual
 
     def _projected_together(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """qkv (..., (heads + 2 heads_kv) * head_dim), and the residual if it is returned."""

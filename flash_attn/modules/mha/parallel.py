@@ -146,7 +146,7 @@ class ParallelMHA(MultiHeadAttention):
         q_features = self.num_heads_per_rank * self.head_dim
         q, part = qkv.split((q_features, qkv.shape[-1] - q_features), dim=-1)
         kv = all_gather(part.movedim(-1, 0), self.process_group).movedim(0, -1)  # rows are what it gathers
-        kv = kv.unflatten(-1, (2, self.num_heads_kv, self.head_dim))
+        kv = torch.unflatten(kv, -1, (2, self.num_heads_kv, self.head_dim))
         own = kv[..., self._heads.kv.start : self._heads.kv.stop, :]
         return torch.cat([q, own.flatten(-3)], dim=-1)
 
@@ -163,6 +163,6 @@ class ParallelMHA(MultiHeadAttention):
         if seqlen is not None:
             fits = qkv.shape[0] % seqlen == 0
             checks.number("the number of tokens", qkv.shape[0], fits, "a multiple of seqlen, {}", seqlen)
-            qkv = qkv.unflatten(0, (-1, seqlen))
+            qkv = torch.unflatten(qkv, 0, (-1, seqlen))
         context = self._self_attention(qkv, inference_params, **kwargs)
         return self.out_proj(context if seqlen is None else context.flatten(0, 1))
