@@ -145,6 +145,15 @@ def refuse_torch_attention() -> None:
         )
 
 
+def refuse_masks_of_batches(query: torch.Tensor) -> None:
+    """Raise on a GPU for a mask of one batch, such as padding: kernels compute the rows of another otherwise."""
+    if _level and _library.is_where_kernels_run(query):
+        raise NotImplementedError(
+            "attention_mask must hide no padding, and nothing but the future and what a window leaves out, where the "
+            f"level of batch invariance is {_level} on a GPU, found another mask: pack sequences, or pass them one by one"
+        )
+
+
 def refusing(composite: Callable, least: int = 1) -> Callable:
     """Returns `composite`, an op in operations of torch, as a function that raises from level `least` on.
 

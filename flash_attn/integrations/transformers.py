@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 
 from flash_attn import _library, masks
 from flash_attn._errors import ArgumentError
-from flash_attn._ops import checks
+from flash_attn._ops import checks, invariance
 from flash_attn._ops.flash_attn_features import BIAS_DTYPES, SINK_DTYPES
 from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
@@ -170,6 +170,8 @@ def attention(
         if seen.causal and cu_seq_lens_q is None:  # row i is at key i, also where a cache holds room for more
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
             position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
+    if seen.key_ranges is not None or seen.attn_bias is not None:
+        invariance.refuse_masks_of_batches(query)
     documents = seen.documents
     if documents is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         documents = Documents(cu_seq_lens_q.int(), cu_seq_lens_k.int(), max_length_q, max_length_k)

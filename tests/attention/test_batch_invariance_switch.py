@@ -272,3 +272,13 @@ def test_compiled_gradients_are_deterministic(device):
         with batch_invariant(level):
             attend(q, k, v).backward()
     assert found == [True, False, True]
+
+
+def test_masks_of_batches_are_refused_on_a_gpu(monkeypatch):
+    query = torch.ones(1)
+    with batch_invariant():
+        invariance.refuse_masks_of_batches(query)
+    monkeypatch.setattr(_library, "is_where_kernels_run", lambda x: True)
+    invariance.refuse_masks_of_batches(query)
+    with batch_invariant(), pytest.raises(NotImplementedError, match="is 1 on a GPU, found another mask"):
+        invariance.refuse_masks_of_batches(query)

@@ -825,8 +825,12 @@ def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
             assert torch.equal(model(tokens[i : i + 1]).logits[0], expected[i])
         mask = torch.ones_like(tokens)
         mask[0, 50:] = 0
-        found = model(tokens, attention_mask=mask).logits
-        assert torch.equal(found[0, :50], expected[0, :50]) and torch.equal(found[1:], expected[1:])
+        if device.type == "cuda":  # whose kernels compute masks of padding otherwise
+            with pytest.raises(NotImplementedError, match="attention_mask must hide no padding"):
+                model(tokens, attention_mask=mask)
+        else:
+            found = model(tokens, attention_mask=mask).logits
+            assert torch.equal(found[0, :50], expected[0, :50]) and torch.equal(found[1:], expected[1:])
         if level == 2:
             prefilled = model(tokens[:, :60], use_cache=True)
             found, cache = [prefilled.logits], prefilled.past_key_values

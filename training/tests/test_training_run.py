@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import random
 import re
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from src.utils.errors import message_alone
 from training.tests.standins import DATA, SMALL, composed
 
 ROOT = pathlib.Path(__file__).parents[2]
-TEXT = "".join(file.read_text() for file in sorted((ROOT / "flash_attn" / "modules").rglob("*.py")))
+TEXT = "".join(random.Random(0).choices(["to learn ", "a text, ", "one reads\n", "it again. "], k=12_000))
 FOLDERS = {  # of a run, below logs/
     "default": "runs/*/*",
     "exp": "experiments/first",
