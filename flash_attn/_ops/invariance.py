@@ -150,7 +150,7 @@ def refuse_masks_of_batches(query: torch.Tensor) -> None:
     if _level and _library.is_where_kernels_run(query):
         raise NotImplementedError(
             "attention_mask must hide no padding, and nothing but the future and what a window leaves out, where the "
-            f"level of batch invariance is {_level} on a GPU, found another mask: pack sequences, or pass them one by one"
+            f"level of batch invariance is {_level} on a GPU, found another mask: pack sequences, or pass one by one"
         )
 
 
