@@ -16,7 +16,7 @@ import torch
 from cases import DTYPES, params
 from compare import assert_error_ratio, identical, unavoidable
 
-from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import batch_invariant, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 NAN = float("nan")
 OWNED_BY_NONE = (-1, 2**31 - 1, 0)  # what a table may hold past the pages of an entry
@@ -268,6 +268,26 @@ HEAD_DIMS = [
 @pytest.mark.parametrize("batch", params(HEAD_DIMS))
 def test_head_dims(batch, device):
     check_pages(batch, device)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(window_size=(4100, 0), softcap=20.0)], ids=str)
+def test_pieces_of_fixed_length(options, device):
+    """Beyond 4096 keys, at level 2 of batch invariance: rows of training, of a chunk, and one by itself over pages."""
+    torch.manual_seed(0)
+    count = 32 if device.type == "cuda" else 1
+    q, k, v = (torch.randn(count, n, 2, 128, device=device).bfloat16() for n in (140, 4500, 4500))
+    pools = [x[:1].reshape(-1, 50, 2, 128) for x in (k, v)]
+    table = torch.arange(len(pools[0]), dtype=torch.int32, device=device)[None]
+    lengths = torch.tensor([4500], dtype=torch.int32, device=device)
+    options |= dict(causal=True)
+    with batch_invariant(2):
+        out, lse = flash_attn_func(q, k, v, return_lse=True, **options)
+        for rows in (1, 40):
+            given = dict(cache_seqlens=lengths, block_table=table, return_softmax_lse=True)
+            found, found_lse = flash_attn_with_kvcache(q[:1, -rows:], *pools, **given, **options)
+            assert torch.equal(found, out[:1, -rows:]) and torch.equal(found_lse, lse[:1, :, -rows:])
+    plain, plain_lse = flash_attn_func(q, k, v, return_lse=True, **options)
+    assert (out.float() - plain.float()).abs().max() < 0.02 and torch.allclose(lse, plain_lse, atol=1e-5)
 
 
 SINKS = float("-inf"), float("inf"), 30.0, 0.5
