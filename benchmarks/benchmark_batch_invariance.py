@@ -1,4 +1,4 @@
-"""What bits that depend on no batch cost: attention in training and serving, and linear layers.
+"""What batch invariance costs: attention in training and serving, and linear layers.
 
 level 0  the kernels that are fastest for the call
 level 1  batch_invariant(1): bits that depend on no other entry

@@ -69,7 +69,10 @@ def reward(prompts, answers):
 
 
 def log_probabilities(logits, tokens):
-    """Of tokens (...) by logits (..., vocabulary), float32: one operation for sampler and trainer."""
+    """The log-probability of each of tokens (...) under logits (..., vocabulary), in float32.
+
+    Sampler and trainer both call this, since another operation would round otherwise.
+    """
     losses = CrossEntropyLoss(reduction="none")(logits.flatten(0, -2).float(), tokens.flatten())
     return -losses.view(tokens.shape)
 

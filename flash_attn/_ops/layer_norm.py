@@ -99,7 +99,7 @@ def forward(
     )
     inputs = (x0, x1, residual, weight, bias, weight1, bias1, colscale)
     rng_state = rng.draw_state(x0.device) if dropout_p > 0 else None
-    # What is stored is rounded before it is normalised, so at level 2 it is stored also where no gradient needs it.
+    # Training stores the sum that it normalises, rounded. At level 2 inference does, too: both then normalise the same.
     in_training = _needs_gradient(inputs) or invariance.level() == 2
     out, out1, h, mask0, mask1, mean, rstd = fwd(
         *inputs,

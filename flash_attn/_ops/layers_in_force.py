@@ -1,4 +1,4 @@
-"""What stands for torch's own layers at level 2, for all code that runs within a context, also that of others.
+"""The context in which torch's own layers are replaced by batch-invariant ones, whichever package's code calls them.
 
 Linear layers, written as products with a matrix, become `linear.fwd`. On the CPU, activations become their formulas:
 torch's own compute the last elements of a tensor by other instructions than those before, so bits depend on where a row

@@ -15,8 +15,6 @@ from flash_attn import batch_invariant, flash_attn_func, flash_attn_varlen_func,
 from flash_attn.layers.rotary import apply_rotary_emb
 
 COUNT = 12
-
-
 SIZES = [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.cuda)]
 
 
@@ -64,7 +62,7 @@ def test_bits_depend_on_no_bias_beside(device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_within_a_call(device, interleaved):
-    """Of queries and new keys, as by the rotary embedding that training applies before attention."""
+    """A call that rotates its queries and new keys has the bits of attention over what was rotated before."""
     length, head_dim = (5000 if device.type == "cuda" else 90), 64
     q, k, v = (torch.randn(1, length, n, head_dim, device=device, dtype=torch.bfloat16) for n in (4, 2, 2))
     angles = torch.rand(length + 20, 16, device=device) * 100
@@ -157,7 +155,7 @@ def test_many_long_sequences_in_each_call(device, seed):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What servers do
+# Calls as a server makes them
 
 HEADS, HEADS_K, HEAD_DIM, PAGE = 14, 2, 64, 16
 

@@ -712,7 +712,7 @@ def test_what_serving_could_not_equal_is_refused(host, change):
 
 
 def test_batches_do_not_matter(host):
-    """Of all kernels that a call may get, n_blocks have equally many keys, and pieces begin at the same ones."""
+    """Whichever kernel a call gets, its n_blocks have as many keys, and pieces begin at the same ones."""
     seen = set()
     for problem in serving_problems(1500):
         problem = dataclasses.replace(problem, invariance=2)

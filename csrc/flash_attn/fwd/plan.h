@@ -40,11 +40,10 @@ struct KeySplits {
 
 // Keys in pieces of a fixed length: each begins at a multiple of n_blocks, counted from an entry's first key. A thread
 // block that computes several pieces of a tile takes the last first, and folds each into the total of those before
-// (Consumer::fold). What the pieces of a tile are, and so the bits of its results, then depends on no other tile.
+// (Consumer::fold_total). What the pieces of a tile are, and so the bits of its results, then depends on no other tile.
 struct FixedPieces {
-  int n_blocks = 0;  // of a piece; 0: keys are not divided
-  float* totals =
-      nullptr;  // of each thread block, (rows of a tile, channels), where shared memory has no room for them
+  int n_blocks = 0;         // of a piece; 0: keys are not divided
+  float* totals = nullptr;  // (blocks, rows of a tile, channels), in use where shared memory has no room for the total
 };
 
 struct FwdSm80Plan {

@@ -404,10 +404,10 @@ inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
 // - how pieces are put together: Fold (scores/softmax.cuh), the last keys first;
 // - the maximum that exponentials are relative to, of each row by itself; the division, and the sink, at the end.
 //
-// What cannot: how many rows a tile has, whether heads are packed, n_blocks that a row does not see, pages and where
-// they lie, who copies and who computes. So a choice among kernels that agree in the former may depend on the batch. On
-// Hopper these are the instances for serving and the invariant ones for dense tensors; the portable kernel, without
-// splits, is for all that those do not take.
+// No bit depends on how many rows a tile has, on packed heads, on n_blocks that a row does not see, on pages and where
+// they lie, or on which thread block computes a piece. So kernels that agree in all of the list may be chosen by the
+// batch. On Hopper these are the instances for serving and the invariant ones for dense tensors; the portable kernel,
+// without splits, is for all that those do not take.
 
 // How long pieces are, if there is more than one. Folding them costs prompts, and merging them costs few long entries,
 // less the longer they are; but these then occupy fewer multiprocessors.

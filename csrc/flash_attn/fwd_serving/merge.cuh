@@ -3,8 +3,8 @@
 //   out = sum_i w_i o_i / sum_i w_i l_i,   w_i = exp(m_i - m),   lse = m + log sum_i w_i l_i,
 //
 // with m = max_i m_i, where a sink is one more term of the lower sum. Pieces are folded into a total one by one, the
-// last keys first, as a thread block does that computes all pieces of a tile (Consumer::fold): results have the same
-// bits.
+// last keys first, as a thread block does that computes all pieces of a tile (Consumer::fold_total): results have
+// the same bits.
 //
 // A thread block for each slot merges its share of the rows of the slot's tile: so tiles with many pieces, whose rows
 // take longer to merge, are divided among as many blocks.

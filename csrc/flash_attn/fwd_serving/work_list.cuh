@@ -189,13 +189,15 @@ struct ListScheduler {
       sum_before(own.tiles, all_tiles, list.sums[1]);
       int piece_n_blocks =
           p.plan.slots.count > 0 ? choose_piece(all_tiles, all_units) : std::numeric_limits<int>::max();
-      // Pieces of fixed length may need more slots than there are: then fewer tiles are cut.
-      for (int64_t all_slots = p.plan.slots.count + 1; all_slots > p.plan.slots.count; piece_n_blocks *= 2) {
+      for (;; piece_n_blocks *= 2) {
         if (thread() == 0) list.piece_n_blocks = piece_n_blocks;
         sync();
         own = amount_of_record(/*in_n_blocks=*/false);
         before = sum_before(own.units, all_units, list.sums[0]);
+        int64_t all_slots;
         slots_before = sum_before(own.slots, all_slots, list.sums[1]);
+        // Pieces of fixed length may need more slots than there are: then fewer tiles are cut.
+        if (p.plan.num_splits > 0 || all_slots <= p.plan.slots.count) break;
       }
       at = blockIdx.x, end = all_units;
     }
