@@ -146,11 +146,21 @@ def refuse_torch_attention() -> None:
 
 
 def refuse_masks_of_batches(query: torch.Tensor) -> None:
-    """Raise on a GPU for a mask of one batch, such as padding: kernels compute the rows of another otherwise."""
+    """Raise on a GPU for a mask that another batch may not have: kernels compute rows without ranges otherwise."""
     if _level and _library.is_where_kernels_run(query):
         raise NotImplementedError(
-            "attention_mask must hide no padding, and nothing but the future and what a window leaves out, where the "
-            f"level of batch invariance is {_level} on a GPU, found another mask: pack sequences, or pass one by one"
+            "attention_mask must hide nothing but padding before or after each sequence, the future and what a window "
+            f"leaves out, where the level of batch invariance is {_level} on a GPU, found another mask or padding "
+            "beside a bias: pack sequences, or pass one by one"
+        )
+
+
+def refuse_rolling_caches(dropped: int) -> None:
+    """Raise at level 2 for a cache that has dropped its first keys: those left are counted from another one."""
+    if _level == 2 and dropped:
+        raise NotImplementedError(
+            "past_key_values must hold all keys, also those that a window leaves out, where the level of batch "
+            f"invariance is 2, found {dropped} keys dropped: use transformers.DynamicCache()"
         )
 
 

@@ -50,15 +50,19 @@ def fwd_in_fixed_tiles(x, weight, bias):
         rows, cols, inner, _ = _sizes(a, len(b))
         kernel_in_fixed_tiles[_grid(rows, cols)](
             out,
+            None,
             a,
             b,
             bias,
             rows,
             cols,
             inner,
+            None,
             *a.stride(),
             *b.stride(),
+            ACTIVATION="id",
             HAS_BIAS=bias is not None,
+            SAVE_ACT_INPUT=False,
             PRECISION=_precision(x),
             **fixed_tiles(rows, x.dtype),
         )
@@ -138,8 +142,11 @@ def _fitting(configs, nargs, **_):
 def _tuned(kernel):
     """Decorates a kernel to time its configurations once for each weight shape and each power of two of rows."""
     return triton.autotune(all_configs(), key=["M_CLASS", "N", "K"], prune_configs_by={"early_config_prune": _fitting})(
-        triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})(kernel)
+        _even_k(kernel)
     )
+
+
+_even_k = triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})
 
 
 def _readable(x):
@@ -161,9 +168,7 @@ def _precision(x):
     return "ieee" if x.dtype == torch.float32 else "tf32"  # of no effect on 16-bit types
 
 
-@_tuned
-@triton.jit
-def kernel_fwd(
+def _fwd(
     out,
     act_input,
     x,
@@ -214,50 +219,8 @@ def kernel_fwd(
     tl.store(out + at, _activate(acc, ACTIVATION).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})
-@triton.jit(do_not_specialize=["M"])  # one binary for all numbers of rows
-def kernel_in_fixed_tiles(
-    out,
-    x,
-    weight,
-    bias,
-    M,
-    N,
-    K,
-    x_row,
-    x_col,
-    weight_row,
-    weight_col,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """out = x weight^T + bias; x (M, K), weight (N, K), out (M, N)."""
-    rows, cols = _tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    acc = _product(
-        x,
-        weight,
-        rows % M,
-        cols % N,
-        K,
-        x_row,
-        x_col,
-        weight_col,
-        weight_row,
-        PRECISION,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_K,
-    )
-    if HAS_BIAS:
-        acc += tl.load(bias + cols, mask=cols < N, other=0).to(tl.float32)[None, :]
-    inside = (rows[:, None] < M) & (cols[None, :] < N)
-    tl.store(out + rows[:, None] * N + cols[None, :], acc.to(out.dtype.element_ty), mask=inside)
+kernel_fwd = _tuned(triton.jit(_fwd))
+kernel_in_fixed_tiles = _even_k(triton.jit(_fwd, do_not_specialize=["M"]))  # one binary for all numbers of rows
 
 
 @_tuned

@@ -162,6 +162,8 @@ def attention(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     if isinstance(attention_mask, Mask):
         seen = attention_mask.seen
+        if seen.unpadded is not None and position_bias is None and sinks is None and cu_seq_lens_q is None:
+            seen = seen.unpadded
     elif attention_mask is not None:
         seen = Seen(attn_bias=attention_mask)
     else:
@@ -170,13 +172,13 @@ def attention(
         if seen.causal and cu_seq_lens_q is None:  # row i is at key i, also where a cache holds room for more
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
             position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
-    if seen.key_ranges is not None or seen.attn_bias is not None:
-        invariance.refuse_masks_of_batches(query)
     documents = seen.documents
     if documents is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         documents = Documents(cu_seq_lens_q.int(), cu_seq_lens_k.int(), max_length_q, max_length_k)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     bias, ranges = _sum(seen.attn_bias, position_bias), seen.key_ranges
+    if ranges is not None or seen.attn_bias is not None:
+        invariance.refuse_masks_of_batches(query)
     common: dict[str, Any] = {
         "dropout_p": dropout,
         "softmax_scale": scaling,
@@ -251,6 +253,7 @@ class Documents(NamedTuple):
     cu_seqlens_k: Tensor
     max_seqlen_q: int | Tensor | None
     max_seqlen_k: int | Tensor | None
+    seqused_k: Tensor | None = None
 
     def bounds(self) -> dict[str, Any]:
         """The arguments, with the longest sequences where they were not given."""
@@ -267,7 +270,11 @@ class Documents(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the rows of a batch see: arguments of `flash_attn.flash_attn_func`."""
+    """What the rows of a batch see: arguments of `flash_attn.flash_attn_func`.
+
+    unpadded: the same with documents, and padding as documents whose rows see no key, if that can be said and a level
+        of batch invariance is in force. Then kernels compute a padded sequence as they do without padding.
+    """
 
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -275,6 +282,7 @@ class Seen(NamedTuple):
     seqused_k: Tensor | None = None
     attn_bias: Tensor | None = None
     documents: Documents | None = None
+    unpadded: "Seen | None" = None
 
 
 class Mask:
@@ -396,6 +404,7 @@ def mask(
 
     Raises:
         ValueError: the model computes attention in code of its own, which would misread the mask.
+        NotImplementedError: the cache has dropped keys, and the level of batch invariance is 2.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
@@ -406,6 +415,7 @@ def mask(
         )
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+    invariance.refuse_rolling_caches(kv_offset)
     function = causal_mask_function if mask_function is None else mask_function
 
     def evaluate(first: int = 0, rows: int = q_length) -> Tensor:
@@ -553,6 +563,7 @@ def _known(
     shift = q_offset - kv_offset  # where the first query is among the keys; a tensor in compiled graphs with a cache
     ranges: Tensor | None = None
     seqused_k: Tensor | None = None
+    used = torch.tensor([[0, seqlen_k]], dtype=torch.int32, device=device)  # the range of keys that are no padding
     if attention_mask is not None:
         if attention_mask.dim() != 2 or torch.compiler.is_compiling():
             return None
@@ -563,6 +574,7 @@ def _known(
                 return None
             if pattern == _Pattern() and ranges.shape[-1] == 2 and not ranges[:, 0].any():
                 return Seen(seqused_k=ranges[:, 1].contiguous())
+            used = ranges
             ranges = ranges[:, None, None]
     if ids is not None or positions is not None:
         if ranges is not None or chunk is not None or (seqlen_q, shift) != (seqlen_k, 0):
@@ -577,18 +589,52 @@ def _known(
     if isinstance(shift, int):
         left = None if left is None or left >= shift + seqlen_q - 1 else left
         right = None if right is None or right >= seqlen_k - 1 - shift else right
+    unpadded = None
+    if invariance.level() and chunk is None and used.shape[1] == 2:
+        unpadded = _unpadded(used.expand(batch, 2), left, right, shift, seqlen_q, seqlen_k)
     if (left, right) != (None, None) and not (isinstance(shift, int) and shift == seqlen_k - seqlen_q):
         # Attention aligns the last row with the last key that is used.
         if right == 0 and not (isinstance(shift, int) and not 0 <= shift <= seqlen_k - seqlen_q):
-            used = shift + seqlen_q
-            seqused_k = torch.as_tensor(used, dtype=torch.int32, device=device).repeat(batch)
+            seqused_k = torch.as_tensor(shift + seqlen_q, dtype=torch.int32, device=device).repeat(batch)
         else:
             start = torch.zeros_like(query) if left is None else query - left
             end = torch.full_like(query, seqlen_k) if right is None else query + right + 1
             ranges = _intersection(ranges, torch.stack([start, end], -1)[None, None].int())
             left = right = None
-    ranges = None if ranges is None else ranges.expand(-1, -1, seqlen_q, -1)
-    return Seen(right == 0, _window(left, right), ranges, seqused_k)
+    if ranges is None:
+        return Seen(right == 0, _window(left, right), seqused_k=seqused_k)
+    ranges = ranges.expand(-1, -1, seqlen_q, -1)
+    return Seen(right == 0, _window(left, right), ranges, seqused_k, unpadded=unpadded)
+
+
+def _unpadded(
+    used: Tensor, left: int | None, right: int | None, shift: int | Tensor, seqlen_q: int, seqlen_k: int
+) -> Seen | None:
+    """`Seen.unpadded`, where entry i has the keys used[i, 0] to used[i, 1] - 1, and row 0 the key `shift`."""
+    first, end = used.unbind(1)
+    rows = torch.tensor([0, seqlen_q], dtype=torch.int32, device=used.device).expand_as(used)
+    if (left, right) != (None, None):  # which count from the last row, whose own key must then be the last
+        if right == 0:
+            end = end.clamp(max=shift + seqlen_q)
+        elif not isinstance(shift, int) or shift + seqlen_q < seqlen_k:
+            return None
+        rows = (torch.stack([first, end], 1) - shift).clamp(0, seqlen_q)
+    count = (end - first).clamp(min=0)
+    documents = Documents(
+        _with_padding(rows, seqlen_q),
+        _with_padding(used, seqlen_k),
+        seqlen_q,
+        seqlen_k,
+        torch.stack([0 * count, count, 0 * count], 1).flatten().int(),
+    )
+    return Seen(right == 0, _window(left, right), documents=documents)
+
+
+def _with_padding(spans: Tensor, seqlen: int) -> Tensor:
+    """cu_seqlens of a whole batch, with three sequences for an entry: before, in and after its span [first, end)."""
+    starts = seqlen * torch.arange(len(spans), device=spans.device).view(-1, 1)
+    bounds = (starts + pad(spans, (1, 0))).flatten()
+    return pad(bounds, (0, 1), value=len(spans) * seqlen).int()
 
 
 def _window(left: int | None, right: int | None) -> tuple[int, int]:

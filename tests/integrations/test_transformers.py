@@ -809,15 +809,20 @@ INVARIANT = {
         n_embd=48, n_layer=2, n_head=3, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **_SIZES
     ),
 }
+INVARIANT["mistral"] = lambda: transformers.MistralConfig(**INVARIANT["llama"]().to_dict(), sliding_window=9)
+
+
+def invariant_model(name, device):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(INVARIANT[name](), attn_implementation=NAME)
+    return model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
     """Attention obeys the level, and the context has the linear layers."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(INVARIANT[name](), attn_implementation=NAME)
-    model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+    model = invariant_model(name, device)
     tokens = torch.randint(101, (3, 70), device=device)
     with batch_invariant(level), batch_invariant_layers(), torch.no_grad():
         expected = model(tokens).logits
@@ -825,12 +830,8 @@ def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
             assert torch.equal(model(tokens[i : i + 1]).logits[0], expected[i])
         mask = torch.ones_like(tokens)
         mask[0, 50:] = 0
-        if device.type == "cuda":  # whose kernels compute masks of padding otherwise
-            with pytest.raises(NotImplementedError, match="attention_mask must hide no padding"):
-                model(tokens, attention_mask=mask)
-        else:
-            found = model(tokens, attention_mask=mask).logits
-            assert torch.equal(found[0, :50], expected[0, :50]) and torch.equal(found[1:], expected[1:])
+        found = model(tokens, attention_mask=mask).logits
+        assert torch.equal(found[0, :50], expected[0, :50]) and torch.equal(found[1:], expected[1:])
         if level == 2:
             prefilled = model(tokens[:, :60], use_cache=True)
             found, cache = [prefilled.logits], prefilled.past_key_values
@@ -840,3 +841,83 @@ def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
     if level == 2:
         with batch_invariant(level), batch_invariant_layers():
             assert torch.equal(model.train()(tokens).logits.detach(), expected)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", INVARIANT)
+def test_padding_on_the_left_changes_no_bit(name, cache, level, device):
+    """Prompts of several lengths are sampled together, each as alone, and a training forward gives the same logits."""
+    model = invariant_model(name, device)
+    lengths = (21, 5, 30)
+    prompts = [torch.randint(101, (length,), device=device) for length in lengths]
+    padded = torch.stack([torch.nn.functional.pad(x, (30 - len(x), 0)) for x in prompts])
+    mask = torch.arange(30, device=device) >= 30 - torch.tensor(lengths, device=device).view(-1, 1)
+    rolls = name == "mistral" and level == 2
+    if rolls and cache == "static":
+        pytest.skip("static caches of windows drop keys, which is refused")
+    options = dict(
+        max_new_tokens=8,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **(dict(cache_implementation="static", disable_compile=True) if cache == "static" else {}),
+    )
+
+    def generate(tokens, mask):
+        own = dict(past_key_values=transformers.DynamicCache()) if rolls else {}
+        return model.generate(tokens, attention_mask=mask.long(), **options, **own)
+
+    with batch_invariant(level), batch_invariant_layers(), torch.no_grad():
+        found = generate(padded, mask)
+        for i, prompt in enumerate(prompts):
+            alone = generate(prompt[None], torch.ones_like(prompt[None]))
+            assert torch.equal(torch.stack(alone.logits)[:, 0], torch.stack(found.logits)[:, i])
+    if level == 1:
+        return
+    with batch_invariant(level), batch_invariant_layers():
+        keep = torch.nn.functional.pad(mask, (0, 8), value=True)
+        positions = (keep.cumsum(1) - 1).clamp(min=0)
+        trained = model.train()(found.sequences, attention_mask=keep.long(), position_ids=positions).logits
+        assert torch.equal(trained[:, 29:-1].transpose(0, 1).float(), torch.stack(found.logits).float())
+        trained.float().square().sum().backward()
+    assert all(x.grad is None or x.grad.isfinite().all() for x in model.parameters())
+
+
+def test_caches_that_drop_keys_are_refused_at_level_2(device):
+    prompt = torch.randint(101, (1, 20), device=device)
+    with batch_invariant(2), pytest.raises(NotImplementedError, match=r"past_key_values must hold all keys.* found 12"):
+        invariant_model("mistral", device).generate(prompt, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_masks_at_levels_of_batch_invariance(use_bias, device):
+    """Masks that are made at a level say what they do without, but that rows of padding see nothing."""
+    if use_bias and device.type == "cuda":
+        pytest.skip("refused, in test_batch_invariance_switch.py")
+    keep = torch.zeros(4, 12, dtype=torch.bool, device=device)
+    for entry, (first, end) in enumerate([(0, 12), (3, 12), (0, 7), (2, 9)]):
+        keep[entry, first:end] = True
+    bias = torch.randn(1, 2, 1, 12, device=device) if use_bias else None
+    kinds = (
+        causal_mask_function,
+        sliding_window_causal_mask_function(4),
+        sliding_window_bidirectional_mask_function(2),
+        bidirectional_mask_function,
+    )
+    dtype, tolerance = (torch.bfloat16, 2e-2) if device.type == "cuda" else (torch.float32, 1e-5)
+    for kind, q_length, q_offset in itertools.product(kinds, (12, 3, 1), (0, 9, 11)):
+        if q_offset + q_length > 12 and kind is not bidirectional_mask_function:
+            continue
+        q = torch.randn(4, 2, q_length, 16, device=device, dtype=dtype)
+        k, v = torch.randn(2, 4, 2, 12, 16, device=device, dtype=dtype)
+        found = []
+        for level in (0, 1):
+            with batch_invariant(level):
+                seen = door.mask(4, q_length, 12, q_offset, 0, kind, keep, device=device)
+                found.append(door.attention(torch.nn.Module(), q, k, v, seen, position_bias=bias)[0])
+        rows = keep[:, q_offset : q_offset + q_length]
+        if kind is bidirectional_mask_function:
+            rows = torch.ones_like(keep[:, :q_length])
+        torch.testing.assert_close(found[1][rows], found[0][rows], rtol=tolerance, atol=tolerance)

@@ -451,12 +451,18 @@ inline FwdChoice plan_invariant_sm80(const FwdParams& p, FwdHints hints) {
 inline FwdChoice plan_invariant(const FwdParams& p, const FwdHints& hints) {
   const Problem& problem = p.problem;
   if (!hints.has_sm90 || is_left_to_sm80(problem)) return plan_invariant_sm80(p, hints);
-  const auto refuse = [&](const std::string& what) {
+  const auto refuse = [&](const std::string& what, const std::string& found) {
     if (hints.invariance < 2) return;
-    throw std::invalid_argument(what + " where the level of batch invariance is 2: serving could not equal it");
+    throw std::invalid_argument(what + " where the level of batch invariance is 2, found " + found +
+                                ": serving could not equal it");
   };
-  if (!p.aligned) refuse("q, k, v and out must have rows that begin at multiples of 16 bytes");
-  if (p.row_max != nullptr) refuse("the largest scores cannot be returned");
+  if (!p.aligned) {
+    refuse("q, k, v and out must have rows that begin at multiples of 16 bytes",
+           "strides of q (entries, tokens, heads) (" + std::to_string(p.q.batch) + ", " + std::to_string(p.q.seqlen) +
+               ", " + std::to_string(p.q.heads) + ") and of k (" + std::to_string(p.k.batch) + ", " +
+               std::to_string(p.k.seqlen) + ", " + std::to_string(p.k.heads) + ")");
+  }
+  if (p.row_max != nullptr) refuse("return_max_logit must be False", "True");
   if (problem.capacity_k == 0 || !p.aligned || p.row_max != nullptr) return plan_invariant_sm80(p, hints);
   FwdHints any_splits = hints;
   any_splits.num_splits = 0;
