@@ -908,6 +908,8 @@ def test_masks_at_levels_of_batch_invariance(use_bias, device):
     )
     dtype, tolerance = (torch.bfloat16, 2e-2) if device.type == "cuda" else (torch.float32, 1e-5)
     for kind, q_length, q_offset in itertools.product(kinds, (12, 3, 1), (0, 9, 11)):
+        if kind is kinds[2] and q_length < 12 and device.type == "cuda":
+            continue  # refused: rows see keys after those of the last row
         if q_offset + q_length > 12 and kind is not bidirectional_mask_function:
             continue
         q = torch.randn(4, 2, q_length, 16, device=device, dtype=dtype)
