@@ -157,7 +157,7 @@ def refuse_masks_of_batches(query: torch.Tensor, has_padding_inside: bool = Fals
         where = ""
         found = "padding before tokens, which is not left out within a sequence or beside chunks or a bias"
     elif _library.is_where_kernels_run(query):
-        where, found = " on a GPU", "another mask or padding beside a bias"
+        where, found = " on a GPU", "another mask, padding beside a bias, or padding in a compiled model"
     else:
         return
     raise NotImplementedError(
@@ -172,7 +172,7 @@ def refuse_rolling_caches(dropped: int) -> None:
     if _level == 2 and dropped:
         raise NotImplementedError(
             "past_key_values must hold all keys, also those that a window leaves out, where the level of batch "
-            f"invariance is 2, found {dropped} keys dropped: use transformers.DynamicCache()"
+            f"invariance is 2, found {dropped} keys dropped: use transformers.DynamicCache() without a config"
         )
 
 

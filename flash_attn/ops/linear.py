@@ -52,7 +52,8 @@ def batch_invariant_layers() -> contextlib.AbstractContextManager:
     computed by formulas, since torch's own give the last elements of a tensor other bits, as softplus, mish and elu
     still do. Within, a weight that is no plain tensor raises NotImplementedError.
     `GPTLMHeadModel` enters it by itself where the level of batch invariance is 2. What is computed again in a backward,
-    by an activation checkpoint, is outside of it.
+    by an activation checkpoint, is outside of it, also where the backward is called within: pass `context_fn` to
+    `torch.utils.checkpoint.checkpoint`, as the guide shows.
 
     >>> layer, x = torch.nn.Linear(64, 128), torch.randn(300, 64)
     >>> with torch.no_grad(), batch_invariant_layers():

@@ -1,5 +1,6 @@
 """Attention of transformers' models: masks against transformers', and models against their own eager attention."""
 
+import contextlib
 import inspect
 import itertools
 import operator
@@ -981,3 +982,30 @@ def test_a_mask_that_ends_before_the_rows(use_padding, device):
                 attend()
         else:
             torch.testing.assert_close(attend(), expected)
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_checkpoints_that_enter_the_context(is_within, device):
+    """Layers that are computed again have the bits of those that are not, wherever the backward runs."""
+    model, tokens = invariant_model("llama", device).train(), torch.randint(101, (2, 9), device=device)
+
+    @contextlib.contextmanager
+    def invariant():
+        with batch_invariant(2), batch_invariant_layers():
+            yield
+
+    def gradients():
+        model.zero_grad()
+        with invariant():
+            loss = model(tokens).logits.float().square().sum()
+            if is_within:
+                loss.backward()
+        if not is_within:
+            loss.backward()
+        return [x.grad for x in model.parameters()]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable(
+        dict(use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), invariant()))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(gradients(), expected, strict=True))
