@@ -170,6 +170,11 @@ def main():
     add("--seed", type=int, default=0)
     add("--out", type=pathlib.Path, default=PLOT, help="the plot (default: demo/grpo.png)")
     args = parser.parse_args()
+    for name, least in (("steps", 1), ("updates", 1), ("prompts", 1), ("group", 2), ("digits", 1), ("layers", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}, found {getattr(args, name)}")
+    if args.dim <= 0 or args.dim % 32:
+        parser.error(f"--dim must be a positive multiple of 32, found {args.dim}")
 
     torch.manual_seed(args.seed)
     if args.device == "cpu":

@@ -132,6 +132,26 @@ def test_grpo(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("steps", 0, "at least 1"),
+        ("updates", 0, "at least 1"),
+        ("prompts", -1, "at least 1"),
+        ("group", 1, "at least 2"),  # one answer has no deviation from the mean
+        ("digits", 0, "at least 1"),
+        ("layers", 0, "at least 1"),
+        ("dim", 40, "a positive multiple of 32"),
+    ],
+)
+def test_options_of_grpo(option, value, expected, capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit):
+        _run("grpo.py", f"--{option}", str(value))
+    assert f"--{option} must be {expected}, found {value}" in capsys.readouterr().err
+
+
 ODD_OPTIONS = {  # of the server, and what the error says
     "--requests 0": "--requests: must be at least 1, found 0",
     "--requests few": "--requests: invalid int value: 'few'",

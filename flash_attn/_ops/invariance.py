@@ -145,14 +145,26 @@ def refuse_torch_attention() -> None:
         )
 
 
-def refuse_masks_of_batches(query: torch.Tensor) -> None:
-    """Raise on a GPU for a mask that another batch may not have: kernels compute rows without ranges otherwise."""
-    if _level and _library.is_where_kernels_run(query):
-        raise NotImplementedError(
-            "attention_mask must hide nothing but padding before or after each sequence, the future and what a window "
-            f"leaves out, where the level of batch invariance is {_level} on a GPU, found another mask or padding "
-            "beside a bias: pack sequences, or pass one by one"
-        )
+def refuse_masks_of_batches(query: torch.Tensor, has_padding_inside: bool = False) -> None:
+    """Raise for a mask with which a row is computed otherwise than in a batch without it.
+
+    On a GPU that is any: kernels compute rows without ranges otherwise. On the CPU it is one with padding before
+    tokens, since blocks of keys are counted from the first one.
+    """
+    if not _level:
+        return
+    if has_padding_inside:
+        where = ""
+        found = "padding before tokens, which is not left out within a sequence or beside chunks or a bias"
+    elif _library.is_where_kernels_run(query):
+        where, found = " on a GPU", "another mask, padding beside a bias, or padding in a compiled model"
+    else:
+        return
+    raise NotImplementedError(
+        "attention_mask must hide nothing but padding before or after each sequence, the future and what a window "
+        f"leaves out, where the level of batch invariance is {_level}{where}, found {found}: pad after each "
+        "sequence, pack them, or pass one by one"
+    )
 
 
 def refuse_rolling_caches(dropped: int) -> None:
@@ -160,7 +172,7 @@ def refuse_rolling_caches(dropped: int) -> None:
     if _level == 2 and dropped:
         raise NotImplementedError(
             "past_key_values must hold all keys, also those that a window leaves out, where the level of batch "
-            f"invariance is 2, found {dropped} keys dropped: use transformers.DynamicCache()"
+            f"invariance is 2, found {dropped} keys dropped: use transformers.DynamicCache() without a config"
         )
 
 

@@ -35,28 +35,56 @@ class FixedLayers(TorchFunctionMode):
 
 
 def _linear(func, input, weight, bias=None):
-    return _product(input, weight, bias)
+    return _product(input, weight, bias) if _is_layer(input, weight, bias) else func(input, weight, bias)
 
 
 def _matmul(func, input, other, **kwargs):
-    if kwargs or other.dim() != 2 or input.dim() < 1:
+    if kwargs or not _is_product(input, other):
         return func(input, other, **kwargs)
     return _product(input, other.mT, None)
 
 
 def _rmatmul(func, input, other):
-    return _matmul(torch.matmul, other, input)
+    return _product(other, input.mT, None) if _is_product(other, input) else func(input, other)
+
+
+def _mm(func, input, mat2, **kwargs):
+    if kwargs or input.dim() != 2 or not _is_product(input, mat2):
+        return func(input, mat2, **kwargs)
+    return _product(input, mat2.mT, None)
 
 
 def _addmm(func, input, mat1, mat2, *, beta=1, alpha=1, **kwargs):
-    if kwargs or input.dim() != 1 or beta != 1 or alpha != 1:
+    is_plain = not kwargs and beta == alpha == 1 and mat1.dim() == 2 and mat2.dim() == 2
+    if not (is_plain and _is_layer(mat1, mat2.mT, input)):
         return func(input, mat1, mat2, beta=beta, alpha=alpha, **kwargs)
     return _product(mat1, mat2.mT, input)
 
 
+def _is_product(x, matrix):
+    return isinstance(matrix, Tensor) and matrix.dim() == 2 and _is_layer(x, matrix.mT, None)
+
+
+def _is_layer(x, weight, bias):
+    """Whether these are a linear layer of numbers that `linear.fwd` takes. What else torch takes, and all that it
+    refuses, is left to torch."""
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    if not all(isinstance(each, Tensor) and each.device == x.device for each in tensors):
+        return False
+    dtypes = {each.dtype for each in tensors}
+    is_cast = _library.autocast_dtype(x) is not None and torch.float64 not in dtypes  # which autocast leaves alone
+    return (
+        dtypes.issubset(linear.DTYPES)
+        and (len(dtypes) == 1 or is_cast)
+        and x.layout == torch.strided
+        and x.dim() > 0
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+        and (bias is None or bias.shape in ((), (1,), weight.shape[:1]))
+    )
+
+
 def _product(x, weight, bias):
-    if x.dtype not in linear.DTYPES:
-        return F.linear(x, weight, bias)
     for name, tensor in (("x", x), ("weight", weight)):
         if not fusing.is_plain(tensor):
             raise NotImplementedError(
@@ -64,33 +92,45 @@ def _product(x, weight, bias):
                 f"{type(tensor).__name__}"
             )
     dtype = _library.autocast_dtype(x)
-    if dtype is not None and x.dtype != torch.float64:  # which autocast leaves alone
+    if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = (None if each is None else each.to(dtype) for each in (x, weight, bias))
-    return linear.fwd(x, weight, bias)
+    return linear.fwd(x, weight, None if bias is None else bias.expand(weight.shape[0]))
+
+
+def _has_formula(x):
+    """Whether x is on the CPU and of numbers for which an activation has a formula here."""
+    return x.dtype in linear.DTYPES and not _library.is_where_kernels_run(x)
 
 
 def _gelu(func, input, approximate="none"):
-    if _library.is_where_kernels_run(input):
+    names = {"none": "gelu", "tanh": "gelu_approx"}
+    if approximate not in names or not _has_formula(input):
         return func(input, approximate=approximate)
-    return activation.formula("gelu_approx" if approximate == "tanh" else "gelu", input)
+    return activation.formula(names[approximate], input)
 
 
 def _silu(func, input, inplace=False):
-    if _library.is_where_kernels_run(input):
+    if not _has_formula(input):
         return func(input, inplace=inplace)
-    if inplace:  # the derivative needs what is overwritten
-        return input.copy_(activation.formula("silu", input.clone()))
-    return activation.formula("silu", input)
+    return _in_place("silu", input) if inplace else activation.formula("silu", input)
 
 
 def _sigmoid(func, input, **kwargs):
-    if kwargs or _library.is_where_kernels_run(input):
+    if kwargs or not _has_formula(input):
         return func(input, **kwargs)
     return activation.formula("sigmoid", input)
 
 
+def _sigmoid_(func, input):
+    return _in_place("sigmoid", input) if _has_formula(input) else func(input)
+
+
+def _in_place(name, x):
+    return x.copy_(activation.formula(name, x.clone()))  # the derivative needs what is overwritten
+
+
 def _glu(func, input, dim=-1):
-    if _library.is_where_kernels_run(input) or input.shape[dim] % 2:
+    if not _has_formula(input) or input.shape[dim] % 2:
         return func(input, dim)
     value, gate = input.chunk(2, dim)
     return value * activation.formula("sigmoid", gate)
@@ -98,11 +138,13 @@ def _glu(func, input, dim=-1):
 
 _STAND_INS: dict[Any, Callable] = {
     F.linear: _linear,
-    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
     Tensor.__rmatmul__: _rmatmul,
+    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
     F.glu: _glu,
     F.gelu: _gelu,
     F.silu: _silu,
-    **dict.fromkeys((F.sigmoid, torch.sigmoid, Tensor.sigmoid), _sigmoid),
+    **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.special.expit, Tensor.sigmoid), _sigmoid),
+    **dict.fromkeys((torch.sigmoid_, Tensor.sigmoid_), _sigmoid_),
 }

@@ -178,7 +178,7 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     bias, ranges = _sum(seen.attn_bias, position_bias), seen.key_ranges
     if ranges is not None or seen.attn_bias is not None:
-        invariance.refuse_masks_of_batches(query)
+        invariance.refuse_masks_of_batches(query, seen.has_padding_inside)
     common: dict[str, Any] = {
         "dropout_p": dropout,
         "softmax_scale": scaling,
@@ -274,6 +274,8 @@ class Seen(NamedTuple):
 
     unpadded: the same with documents, and padding as documents whose rows see no key, if that can be said and a level
         of batch invariance is in force. Then kernels compute a padded sequence as they do without padding.
+    has_padding_inside: there is padding before a token of its entry, whose place then depends on the batch. It counts
+        at a level, where `unpadded` does not leave that padding out.
     """
 
     causal: bool = False
@@ -283,6 +285,7 @@ class Seen(NamedTuple):
     attn_bias: Tensor | None = None
     documents: Documents | None = None
     unpadded: "Seen | None" = None
+    has_padding_inside: bool = False
 
 
 class Mask:
@@ -435,7 +438,17 @@ def mask(
     shape = (batch_size, 1, q_length, kv_length)
     pattern = _pattern(function)
     seen = None if pattern is None else _known(pattern, attention_mask, q_offset, kv_offset, shape, device)
-    return Mask(_evaluated(evaluate, shape) if seen is None else seen, evaluate, shape, device)
+    seen = _evaluated(evaluate, shape) if seen is None else seen
+    if invariance.level() and attention_mask is not None and not torch.compiler.is_compiling():
+        keep = _not_padding(attention_mask, kv_offset, kv_length)
+        seen = seen._replace(has_padding_inside=bool((keep[:, 1:] & ~keep[:, :-1]).any()))
+    return Mask(seen, evaluate, shape, device)
+
+
+def _not_padding(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
+    """Bool (batch, kv_length), true at the keys that attention_mask keeps; it may end before them."""
+    keep = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    return pad(keep, (0, kv_length - keep.shape[1]))
 
 
 @torch.compiler.assume_constant_result
@@ -567,8 +580,7 @@ def _known(
     if attention_mask is not None:
         if attention_mask.dim() != 2 or torch.compiler.is_compiling():
             return None
-        keep = attention_mask[:, kv_offset : kv_offset + seqlen_k].bool()
-        keep = pad(keep, (0, seqlen_k - keep.shape[1]))
+        keep = _not_padding(attention_mask, kv_offset, seqlen_k)
         if not keep.all():
             if (ranges := masks.from_bool(keep)) is None:
                 return None
@@ -591,7 +603,8 @@ def _known(
         right = None if right is None or right >= seqlen_k - 1 - shift else right
     unpadded = None
     if invariance.level() and chunk is None and used.shape[1] == 2:
-        unpadded = _unpadded(used.expand(batch, 2), left, right, shift, seqlen_q, seqlen_k)
+        told = seqlen_k if attention_mask is None else attention_mask.shape[1] - kv_offset
+        unpadded = _unpadded(used.expand(batch, 2), left, right, shift, seqlen_q, seqlen_k, told)
     if (left, right) != (None, None) and not (isinstance(shift, int) and shift == seqlen_k - seqlen_q):
         # Attention aligns the last row with the last key that is used.
         if right == 0 and not (isinstance(shift, int) and not 0 <= shift <= seqlen_k - seqlen_q):
@@ -608,12 +621,17 @@ def _known(
 
 
 def _unpadded(
-    used: Tensor, left: int | None, right: int | None, shift: int | Tensor, seqlen_q: int, seqlen_k: int
+    used: Tensor, left: int | None, right: int | None, shift: int | Tensor, seqlen_q: int, seqlen_k: int, told: int
 ) -> Seen | None:
-    """`Seen.unpadded`, where entry i has the keys used[i, 0] to used[i, 1] - 1, and row 0 the key `shift`."""
+    """`Seen.unpadded`, where entry i has the keys used[i, 0] to used[i, 1] - 1, and row 0 the key `shift`.
+
+    told: how many keys the padding was told of. Later rows are no padding, though their own keys are not seen.
+    """
     first, end = used.unbind(1)
     rows = torch.tensor([0, seqlen_q], dtype=torch.int32, device=used.device).expand_as(used)
     if (left, right) != (None, None):  # which count from the last row, whose own key must then be the last
+        if shift + seqlen_q > told:
+            return None
         if right == 0:
             end = end.clamp(max=shift + seqlen_q)
         elif not isinstance(shift, int) or shift + seqlen_q < seqlen_k:

@@ -49,10 +49,12 @@ def batch_invariant_layers() -> contextlib.AbstractContextManager:
 
     These are torch.nn.functional.linear (so nn.Linear, and adapters made of it), and addmm, mm and matmul with a matrix
     as the second operand; not einsum, bmm and what is written in C++. On the CPU, gelu, silu, sigmoid and glu are
-    computed by formulas, since torch's own give the last elements of a tensor other bits, as softplus, mish and elu
-    still do. Within, a weight that is no plain tensor raises NotImplementedError.
+    computed by formulas, since torch's own give the last elements of a tensor other bits, as softplus, mish, elu, selu
+    and celu still do. What is no layer of floating-point numbers, and what torch refuses, is left to torch; but a
+    weight that is no plain tensor raises NotImplementedError. The context belongs to the thread that enters it.
     `GPTLMHeadModel` enters it by itself where the level of batch invariance is 2. What is computed again in a backward,
-    by an activation checkpoint, is outside of it.
+    by an activation checkpoint, is outside of it, also where the backward is called within: pass `context_fn` to
+    `torch.utils.checkpoint.checkpoint`, as the guide shows.
 
     >>> layer, x = torch.nn.Linear(64, 128), torch.randn(300, 64)
     >>> with torch.no_grad(), batch_invariant_layers():

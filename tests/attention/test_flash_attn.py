@@ -517,9 +517,10 @@ def test_unbounded_windows_are_none(window, device):
     assert torch.equal(flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v))
 
 
+@pytest.mark.parametrize("seqlen_q", [33, 65])
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1, 5.0])
-def test_softmax_scale(scale, device):
-    case = Case(seqlen_q=33, seqlen_k=65, causal=True)
+def test_softmax_scale(scale, seqlen_q, device):
+    case = Case(seqlen_q=seqlen_q, seqlen_k=65, causal=True)
     attend = functools.partial(dense(case, device), softmax_scale=scale)
     check(case, case.tensors(device), attend, functools.partial(dense_oracle(case, device), softmax_scale=scale))
 

@@ -125,6 +125,8 @@ OPERATOR = [  # lengths of q and k, key heads, options, and what the operator is
     (70, 90, 1, dict(), ((2, 4, 70, 32), False)),
     (90, 70, 4, dict(softmax_scale=0.0), ((2, 4, 90, 32), False)),
     (1, 70, 2, dict(causal=True), ((4, 2, 1, 32), False)),
+    (1, 70, 2, dict(causal=True, softmax_scale=0.0), ((4, 2, 1, 32), False)),
+    (70, 70, 4, dict(causal=True, softmax_scale=0.0), None),
     (70, 70, 4, dict(window_left=69, window_right=69), ((2, 4, 70, 32), False)),
     (70, 70, 4, dict(window_left=69, window_right=0), ((2, 4, 70, 32), True)),
     (70, 70, 4, dict(dropout_p=1e-30, rng_state=torch.tensor([1, 2])), ((2, 4, 70, 32), False)),

@@ -1,5 +1,6 @@
 """Attention of transformers' models: masks against transformers', and models against their own eager attention."""
 
+import contextlib
 import inspect
 import itertools
 import operator
@@ -891,13 +892,16 @@ def test_caches_that_drop_keys_are_refused_at_level_2(device):
         invariant_model("mistral", device).generate(prompt, max_new_tokens=3)
 
 
+SPANS = [(0, 12), (3, 12), (0, 7), (2, 9)]
+
+
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_masks_at_levels_of_batch_invariance(use_bias, device):
     """Masks that are made at a level say what they do without, but that rows of padding see nothing."""
     if use_bias and device.type == "cuda":
         pytest.skip("refused, in test_batch_invariance_switch.py")
     keep = torch.zeros(4, 12, dtype=torch.bool, device=device)
-    for entry, (first, end) in enumerate([(0, 12), (3, 12), (0, 7), (2, 9)]):
+    for entry, (first, end) in enumerate([(0, 12), (0, 10), (0, 7), (0, 9)] if use_bias else SPANS):
         keep[entry, first:end] = True
     bias = torch.randn(1, 2, 1, 12, device=device) if use_bias else None
     kinds = (
@@ -908,7 +912,7 @@ def test_masks_at_levels_of_batch_invariance(use_bias, device):
     )
     dtype, tolerance = (torch.bfloat16, 2e-2) if device.type == "cuda" else (torch.float32, 1e-5)
     for kind, q_length, q_offset in itertools.product(kinds, (12, 3, 1), (0, 9, 11)):
-        if kind is kinds[2] and q_length < 12 and device.type == "cuda":
+        if kind is kinds[2] and q_length < 12:
             continue  # refused: rows see keys after those of the last row
         if q_offset + q_length > 12 and kind is not bidirectional_mask_function:
             continue
@@ -923,3 +927,85 @@ def test_masks_at_levels_of_batch_invariance(use_bias, device):
         if kind is bidirectional_mask_function:
             rows = torch.ones_like(keep[:, :q_length])
         torch.testing.assert_close(found[1][rows], found[0][rows], rtol=tolerance, atol=tolerance)
+
+
+HOLE = [[1] * 12, [1] * 5 + [0] + [1] * 6]
+LEFT = [[1] * 12, [0] * 5 + [1] * 7]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "keep", "options"),
+    [
+        (causal_mask_function, HOLE, {}),
+        (causal_mask_function, LEFT, dict(position_bias=torch.ones(1, 2, 12, 12))),
+        (causal_mask_function, LEFT, dict(sinks=torch.ones(2, 2, 12, 1))),
+        (chunked_causal_mask_function(4, torch.tensor([0, 5])), LEFT, {}),
+        (lambda b, h, q, k: k <= q // 2 * 2, LEFT, {}),
+    ],
+    ids=["hole", "bias", "sinks", "chunks", "other"],
+)
+def test_padding_that_moves_tokens_is_refused(kind, keep, options, level, device):
+    """Where it cannot be left out. Without padding, the same is computed."""
+    q, k, v = (torch.randn(2, 2, 12, 16, device=device) for _ in range(3))
+    options = {name: x.to(device) for name, x in options.items()}
+
+    def attend(keep):
+        seen = door.mask(2, 12, 12, 0, 0, kind, keep, use_vmap=True, device=device)
+        return door.attention(torch.nn.Module(), q, k, v, seen.to(device), **options)
+
+    keep = torch.tensor(keep, dtype=torch.bool, device=device)
+    attend(keep)
+    with batch_invariant(level):
+        with pytest.raises(NotImplementedError, match="attention_mask must hide nothing but padding before or after"):
+            attend(keep)
+        if device.type == "cpu":
+            attend(torch.ones_like(keep))
+
+
+@pytest.mark.parametrize("use_padding", [False, True])
+def test_a_mask_that_ends_before_the_rows(use_padding, device):
+    """They are tokens, though nobody sees their keys: as without a level, or refused."""
+    keep = torch.ones(2, 9, dtype=torch.bool, device=device)
+    keep[1, :4] = not use_padding
+    q = torch.randn(2, 2, 3, 16, device=device)
+    k, v = torch.randn(2, 2, 2, 12, 16, device=device)
+
+    def attend():
+        seen = door.mask(2, 3, 12, 9, 0, causal_mask_function, keep, device=device)
+        return door.attention(torch.nn.Module(), q, k, v, seen)[0]
+
+    expected = attend()
+    with batch_invariant():
+        if use_padding or device.type == "cuda":
+            with pytest.raises(NotImplementedError, match="attention_mask must hide nothing but padding"):
+                attend()
+        else:
+            torch.testing.assert_close(attend(), expected)
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_checkpoints_that_enter_the_context(is_within, device):
+    """Layers that are computed again have the bits of those that are not, wherever the backward runs."""
+    model, tokens = invariant_model("llama", device).train(), torch.randint(101, (2, 9), device=device)
+
+    @contextlib.contextmanager
+    def invariant():
+        with batch_invariant(2), batch_invariant_layers():
+            yield
+
+    def gradients():
+        model.zero_grad()
+        with invariant():
+            loss = model(tokens).logits.float().square().sum()
+            if is_within:
+                loss.backward()
+        if not is_within:
+            loss.backward()
+        return [x.grad for x in model.parameters()]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable(
+        dict(use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), invariant()))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(gradients(), expected, strict=True))

@@ -186,6 +186,8 @@ WRITTEN = {
     "addmm": lambda x, weight, bias: torch.addmm(bias, x, weight.T),
     "addmm with factors of 1": lambda x, weight, bias: bias.addmm(x, weight.T, beta=1, alpha=1.0),
     "reversed operator": lambda x, weight, bias: weight.T.__rmatmul__(x),
+    "mm by name": lambda x, weight, bias: torch.mm(input=x, mat2=weight.T),
+    "method mm by name": lambda x, weight, bias: x.mm(mat2=weight.T),
 }
 
 
@@ -208,6 +210,9 @@ ACTIVATIONS = {
     "gelu by position": lambda x: torch.nn.GELU("tanh")(x),
     "sigmoid": torch.sigmoid,
     "method": lambda x: x.sigmoid(),
+    "sigmoid in place": lambda x: (x * 1).sigmoid_(),
+    "function in place": lambda x: torch.sigmoid_(x * 1),
+    "expit": torch.special.expit,
     "glu": F.glu,
     "glu along rows": lambda x: F.glu(x, dim=0),
     "relu": F.relu,
@@ -254,6 +259,50 @@ def test_products_that_are_no_layers_are_left_alone(device):
         assert torch.equal(x @ other, torch.bmm(x, other))
         assert torch.addmm(bias, bias, bias, beta=0.5).shape == (4, 4)
         assert torch.equal(integers @ integers, 2 * integers)
+
+
+ONES = torch.ones(3, 4)
+LIKE_TORCH = {  # calls with one result, or one error, within the context and without
+    "shapes": lambda: F.linear(ONES, torch.ones(5, 3)),
+    "shapes of matmul": lambda: ONES @ torch.ones(3, 5),
+    "no dimension": lambda: F.linear(torch.tensor(1.0), torch.ones(1, 1)),
+    "a row as weight": lambda: F.linear(ONES, torch.ones(4)),
+    "a vector": lambda: ONES @ torch.ones(4),
+    "a vector from the left": lambda: torch.ones(3) @ ONES,
+    "dtypes": lambda: F.linear(ONES, torch.ones(5, 4, dtype=torch.bfloat16)),
+    "dtype of a bias": lambda: F.linear(ONES, torch.ones(5, 4), torch.ones(5, dtype=torch.float64)),
+    "a number as bias": lambda: F.linear(ONES, torch.ones(5, 4), torch.tensor(2.0)),
+    "one bias": lambda: F.linear(ONES, torch.ones(5, 4), torch.ones(1)),
+    "a matrix as bias": lambda: F.linear(ONES, torch.ones(5, 4), torch.ones(3, 5)),
+    "a bias of another size": lambda: F.linear(ONES, torch.ones(5, 4), torch.ones(4)),
+    "mm of three dimensions": lambda: torch.mm(torch.ones(2, 3, 4), torch.ones(4, 5)),
+    "addmm of three dimensions": lambda: torch.addmm(torch.ones(5), torch.ones(2, 3, 4), torch.ones(4, 5)),
+    "no tensor": lambda: ONES @ 3,
+    "sparse": lambda: ONES.to_sparse() @ torch.ones(4, 5),
+    "complex": lambda: torch.sigmoid(torch.full((3,), 1j)),
+    "integers, sigmoid": lambda: torch.sigmoid(torch.tensor([-1, 2])),
+    "integers, gelu": lambda: F.gelu(torch.tensor([-1, 2])),
+    "integers, silu": lambda: F.silu(torch.tensor([-1, 2])),
+    "integers, glu": lambda: F.glu(torch.tensor([-1, 2])),
+    "approximate": lambda: F.gelu(ONES, approximate="erf"),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_TORCH)
+def test_what_is_no_layer_is_as_without_the_context(name):
+    def outcome():
+        try:
+            return LIKE_TORCH[name]()
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    with batch_invariant_layers():
+        found = outcome()
+    if isinstance(expected, tuple):
+        assert found == expected
+    else:
+        torch.testing.assert_close(found, expected)
 
 
 def test_weights_that_are_no_plain_tensors_are_refused(device):

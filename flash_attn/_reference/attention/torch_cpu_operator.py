@@ -1,7 +1,8 @@
 """Attention by torch's own operator for the CPU, which keeps the scores of a block in the cache.
 
-It has no score modifiers, and no mask but the causal one of as many rows as keys. It is given fp32: with 16-bit tensors
-it would round between blocks, which leaves gradients with up to four times the error, and in fp16 it is slow.
+It has no score modifiers, and no mask but the causal one of as many rows as keys, with a scale that is not 0. It is
+given fp32: with 16-bit tensors it would round between blocks, which leaves gradients with up to four times the error,
+and in fp16 it is slow.
 
 It takes (batch, heads, seqlen, head_dim) with a contiguous last dimension and any other strides, and as many heads of k
 as of q. So query heads that share a key head become a batch entry of their own, for which the key head is expanded. If
@@ -33,7 +34,10 @@ def computes(part: Part, options: Options, q: Tensor) -> bool:
     if options.softcap > 0 or options.alibi_slopes is not None or drops:
         return False
     mask = _mask(part, options)
-    return part.seqlen_q > 0 and part.seqlen_k > 0 and q.shape[2] > 0 and (mask.is_full or mask.is_triangle)
+    hides = not mask.is_full  # by -inf, which it then multiplies with the scale
+    if hides and not (mask.is_triangle and options.softmax_scale > 0):
+        return False
+    return part.seqlen_q > 0 and part.seqlen_k > 0 and q.shape[2] > 0
 
 
 def forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
