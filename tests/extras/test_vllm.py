@@ -328,7 +328,7 @@ def test_batch_invariance_follows_vllm(vllm, monkeypatch):
     make(HEADS, DIM, 1.0)
     assert level == [1]
     monkeypatch.delattr(flash_attn, "set_batch_invariant")
-    with pytest.raises(RuntimeError, match="VLLM_BATCH_INVARIANT must be unset with a flash_attn without .* found it"):
+    with pytest.raises(RuntimeError, match="VLLM_BATCH_INVARIANT must be unset with a flash_attn without"):
         make(HEADS, DIM, 1.0)
 
 
@@ -607,7 +607,7 @@ ERRORS = {
         ValueError,
         "block_table must be given with seqused_k, found None",
     ),
-    "pages without lengths": (
+    "pages alone": (
         dict(seqused_k=None, cu_seqlens_k=SINKS),
         ValueError,
         "seqused_k must be given with block_table, found None",
