@@ -15,10 +15,10 @@ CUDA_FILES := $(filter %.cu %.cuh %.h %.cpp,$(SOURCES) $(shell find tests -type 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo train test build wheel bench docs lint format clean
+.PHONY: help demo train test build wheel kernels-package bench docs lint format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Threads that wait without spinning: on busy cores the demo is then slow, not stuck.
 demo: export OMP_WAIT_POLICY = passive
@@ -41,6 +41,9 @@ build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyT
 wheel: $(VENV)/installed ## make a wheel in dist/ with the CUDA library, in the time of a build; needs nvcc
 	@FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) -c "import build_backend; \
 	  build_backend.build_wheel('dist', {'--global-option': ['--quiet']})"
+
+kernels-package: $(VENV)/installed ## write build/kernels as the kernels library loads it, with the CUDA library if it is built
+	$(RUN) extras/kernels/make_package.py
 
 bench: $(VENV)/for-bench $(VENV)/kernels ## run all benchmarks; BENCH_ARGS="--plot" also draws them
 	set -e; for file in benchmarks/benchmark_*.py; do \

@@ -546,7 +546,7 @@ def test_sdist_makes_the_same_wheel(sdist, wheel, tmp_path):
 def test_what_repeats_the_makefile_and_the_version():
     """Workflows and pages run targets that there are, with the extras that there are; the citation has the version."""
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
-    targets = set(re.findall(r"^(\w+):.*## ", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):.*## ", makefile, re.MULTILINE))
     pages = [
         *(ROOT / ".github/workflows").glob("*.yml"),
         ROOT / ".ci/run",
@@ -554,7 +554,7 @@ def test_what_repeats_the_makefile_and_the_version():
         ROOT / "CONTRIBUTING.md",
     ]
     pages += [*(ROOT / "docs").rglob("*.md")]
-    named = {name for page in pages for name in re.findall(r"(?:^|`|run: |  )make ([a-z]+)\b", page.read_text())}
+    named = {name for page in pages for name in re.findall(r"(?:^|`|run: |  )make ([a-z-]+)\b", page.read_text())}
     assert named and named <= targets
     extras = {name for each in re.findall(r"^EXTRAS_\w+ := (.+)$", makefile, re.MULTILINE) for name in each.split(",")}
     assert all(re.search(rf"^{name} = \[", project, re.MULTILINE) for name in extras)

@@ -9,10 +9,10 @@ import types
 import oracle
 import pytest
 import torch
-from flash_attn_sglang import interface
 
 import flash_attn
 import flash_attn_sglang
+from flash_attn_sglang import interface
 
 HEADS, HEADS_K, DIM = 4, 2, 16
 SINKS = torch.tensor([1.0, -2.0, 0.0, 3.0])
