@@ -1,4 +1,4 @@
-"""The distributions flash-attn-3 and flash-attn-4: what is in them, and the rules by which other packages find them."""
+"""The distributions of extras/: what is in them, and the rules by which other packages find them."""
 
 import pathlib
 import re
@@ -16,6 +16,8 @@ from packaging.version import Version
 import flash_attn
 import flash_attn.cute
 import flash_attn_3
+import flash_attn_sglang
+import flash_attn_vllm
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "extras").exists(), reason="this is not a source tree")
@@ -29,18 +31,30 @@ FILES = {
         "flash_attn_interface.py",
     },
     "flash-attn-4": {"flash_attn/cute/__init__.py", "flash_attn/cute/interface.py"},
+    "flash-attn-sglang": {f"flash_attn_sglang/{name}.py" for name in ("__init__", "backend", "interface")},
+    "flash-attn-vllm": {f"flash_attn_vllm/{name}.py" for name in ("__init__", "backend", "interface")},
 }
-VERSIONS = {"flash-attn-3": flash_attn_3.__version__, "flash-attn-4": flash_attn.cute.__version__}
+ENTRY_POINTS = {
+    "flash-attn-sglang": "[sglang.srt.plugins]\nflash_attn = flash_attn_sglang:register\n",
+    "flash-attn-vllm": "[vllm.general_plugins]\nflash_attn = flash_attn_vllm:register\n",
+}
+VERSIONS = {
+    "flash-attn-3": flash_attn_3.__version__,
+    "flash-attn-4": flash_attn.cute.__version__,
+    "flash-attn-sglang": flash_attn_sglang.__version__,
+    "flash-attn-vllm": flash_attn_vllm.__version__,
+}
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """Both, made of a copy of the sources as pip makes them: by name."""
+    """All, made of a copy of the sources as pip makes them: by name."""
     made = {}
     for name in FILES:
         source = tmp_path_factory.mktemp("source") / name
         ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-        shutil.copytree(ROOT / "extras" / name, source, ignore=ignored)
+        folder = ROOT / "extras" / (name if (ROOT / "extras" / name).exists() else name.removeprefix("flash-attn-"))
+        shutil.copytree(folder, source, ignore=ignored)
         command = "from setuptools import build_meta; build_meta.build_wheel('.')"
         subprocess.run([sys.executable, "-c", command], cwd=source, check=True, capture_output=True)
         (made[name],) = source.glob("*.whl")
@@ -49,7 +63,7 @@ def wheels(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheels, tmp_path_factory):
-    """A folder with what installing both leaves beside flash-attn."""
+    """A folder with what installing them leaves beside flash-attn."""
     folder = tmp_path_factory.mktemp("site-packages")
     for wheel in wheels.values():
         _unpack(wheel, folder)
@@ -78,6 +92,13 @@ def test_contents(name, wheels):
     assert wheels[name].name == f"{name.replace('-', '_')}-{VERSIONS[name]}-py3-none-any.whl"
     assert {path for path in names if ".dist-info/" not in path} == FILES[name]
     assert licence == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_engines_find_the_plugins(name, wheels):
+    with zipfile.ZipFile(wheels[name]) as archive:
+        (path,) = (path for path in archive.namelist() if path.endswith("entry_points.txt"))
+        assert archive.read(path).decode() == ENTRY_POINTS[name]
 
 
 @pytest.mark.parametrize("name", FILES)
