@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import pathlib
 import platform
 import runpy
@@ -89,3 +90,31 @@ def test_kernels_loads_it(write, tmp_path):
     command = [sys.executable, "-c", LOADED, str(tmp_path)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0 and "loaded" in run.stdout, run.stderr[-3000:]
+
+
+TRANSFORMERS = """
+import sys, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+config = LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = AutoModelForCausalLM.from_config(config, attn_implementation="me/flash-attn", dtype=torch.bfloat16)
+assert sys.modules["flash_attn"].__file__.startswith(sys.argv[1]), sys.modules["flash_attn"]
+tokens = torch.tensor([[1, 2, 3]])
+found = model(tokens).logits
+model.set_attn_implementation("eager")
+torch.testing.assert_close(found, model(tokens).logits, atol=1e-2, rtol=1e-2)
+print("equal")
+"""
+
+
+def test_transformers_takes_it_from_a_folder(write, tmp_path):
+    """By a name of a hub, which kernels looks up in LOCAL_KERNELS."""
+    if importlib.util.find_spec("kernels") is None:
+        pytest.skip("needs kernels")
+    utils = pytest.importorskip("transformers.utils")
+    if not utils.is_kernels_available():
+        pytest.skip("this transformers wants another version of kernels")
+    write(tmp_path, cuda="13.0", archs="80")
+    command = [sys.executable, "-c", TRANSFORMERS, str(tmp_path)]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "LOCAL_KERNELS": f"me/flash-attn={tmp_path}"}
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0 and "equal" in run.stdout, run.stderr[-3000:]

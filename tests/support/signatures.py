@@ -899,6 +899,41 @@ SIGNATURES = {
             "is_rms_norm=False"
         ),
     },
+    "flash_attn_sglang.interface": {  # of extras/sglang
+        "flash_attn_varlen_func": (
+            "q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, "
+            "seqused_k=None, page_table=None, softmax_scale=None, causal=False, qv=None, q_descale=None, "
+            "k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, "
+            "pack_gqa=None, only_qv=False, sm_margin=0, return_softmax_lse=False, sinks=None, out=None"
+        ),
+        "flash_attn_with_kvcache": (
+            "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+            "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+            "max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, "
+            "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=None, softcap=0.0, "
+            "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+            "only_qv=False, return_softmax_lse=False, sinks=None, out=None"
+        ),
+    },
+    "flash_attn_sglang": {"register": ""},
+    "flash_attn_vllm.interface": {  # of extras/vllm
+        "flash_attn_varlen_func": (
+            "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, "
+            "dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0, alibi_slopes=None, "
+            "deterministic=False, return_attn_probs=False, block_table=None, return_softmax_lse=False, out=None, "
+            "scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0, "
+            "output_scale=None, fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, "
+            "mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_tensor_leading_dims=None, "
+            "dynamic_causal=None"
+        ),
+        "get_scheduler_metadata": (
+            "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+            "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, "
+            "page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), has_softcap=False, num_splits=0, "
+            "pack_gqa=None, sm_margin=0"
+        ),
+    },
+    "flash_attn_vllm": {"register": ""},
     "flash_attn_interface": {  # of extras/flash-attn-3; s_aux and what is after other * is not the original's
         "flash_attn_func": (
             "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
