@@ -178,6 +178,16 @@ def test_metadata_of_a_graph(sglang, device, page_size):
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
 
 
+def test_metadata_without_requests(sglang):
+    """As where other processes have requests and this one waits for them."""
+    server = Server(sglang, "cpu", SIZES["decode"], 4)
+    for name in ("seq_lens", "seq_lens_cpu", "req_pool_indices"):
+        setattr(server.batch, name, getattr(server.batch, name)[:0])
+    backend = sglang.backend.FlashAttentionBackend(server.runner)
+    backend.init_forward_metadata(server.batch)
+    assert backend.forward_metadata.cu_seqlens_q.tolist() == [0] and not len(backend.forward_metadata.block_table)
+
+
 REFUSED = {
     "latent attention": (dict(use_mla_backend=True), NotImplementedError, "use_mla_backend must be False, found True"),
     "8 bits": (

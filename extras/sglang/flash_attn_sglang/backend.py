@@ -72,11 +72,12 @@ class FlashAttentionBackend(AttentionBackend):
         """Of a batch that runs without a graph."""
         self._check(forward_batch)
         lengths = forward_batch.seq_lens.int()
-        longest = int(forward_batch.seq_lens_cpu.max()) if forward_batch.seq_lens_cpu is not None else None
-        if forward_batch.forward_mode.is_decode():
+        cpu = forward_batch.seq_lens_cpu
+        longest = None if cpu is None else max(cpu.tolist(), default=0)
+        rows = forward_batch.extend_seq_lens
+        if rows is None:  # decoding; or no request, where another process has some
             ends, most = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device), 1
         else:
-            rows = forward_batch.extend_seq_lens
             ends = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).int()
             cpu = getattr(forward_batch, "extend_seq_lens_cpu", None)
             most = max(cpu) if cpu else None
