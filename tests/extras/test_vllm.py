@@ -200,8 +200,12 @@ def test_prefix_beside_a_window(vllm, device):
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
-def test_common_prefix(vllm, device, sinks):
-    """The keys that requests share are attended to once; parts of a page are not shared."""
+def test_common_prefix(vllm, device, sinks, monkeypatch):
+    """The keys that requests share are attended to once, unless bits must not depend on who shares them; parts of a
+    page are not shared.
+    """
+    level = [0]
+    monkeypatch.setattr(flash_attn, "get_batch_invariant", lambda: level[0], raising=False)
     batch = Batch(vllm, device, [(1, 9), (3, 11), (2, 10)])
     table = batch.common.block_table_tensor
     table[:, 0] = table[0, 0]
@@ -218,6 +222,9 @@ def test_common_prefix(vllm, device, sinks):
     assert builder.use_cascade_attention(512, [1] * 20, 8, 2, **asked)
     assert not builder.use_cascade_attention(512, [1] * 2, 8, 2, **asked)
     assert not builder.use_cascade_attention(512, [1] * 20, 8, 2, **(asked | dict(use_alibi=True)))
+    level[0] = 1
+    assert not builder.use_cascade_attention(512, [1] * 20, 8, 2, **asked)
+    assert builder.build(BLOCK + 1, batch.common).common_prefix_len == 0
 
 
 @pytest.mark.parametrize("window", [None, 3])

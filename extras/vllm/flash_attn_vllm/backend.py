@@ -214,7 +214,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         )
         if self._positions is not None:
             self._fill_ranges(metadata, common)
-        elif common_prefix_len > 0 and causal is True:
+        elif common_prefix_len > 0 and causal is True and _level() == 0:
             metadata.common_prefix_len = common_prefix_len // self.block_size * self.block_size
         return metadata
 
