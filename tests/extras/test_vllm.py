@@ -98,17 +98,19 @@ class Batch:
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def _config(mode="NONE", **model):
+def _config(mode="NONE", layers=(), **model):
     full = types.SimpleNamespace(has_full_cudagraphs=lambda: mode == "FULL")
     return types.SimpleNamespace(
         model_config=types.SimpleNamespace(**({"is_mm_prefix_lm": False, "rswa_window": None} | model)),
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=64),
-        compilation_config=types.SimpleNamespace(cudagraph_mode=types.SimpleNamespace(mixed_mode=lambda: full)),
+        compilation_config=types.SimpleNamespace(
+            cudagraph_mode=types.SimpleNamespace(mixed_mode=lambda: full), static_forward_context=dict(enumerate(layers))
+        ),
     )
 
 
 def _builder(vllm, device, **config):
-    spec = types.SimpleNamespace(block_size=BLOCK)
+    spec = types.SimpleNamespace(block_size=BLOCK, head_size=DIM)
     builder = vllm.backend.FlashAttentionBackend.get_builder_cls()
     return builder(spec, ["layer"], _config(**config), torch.device(device))
 
@@ -167,11 +169,15 @@ IMAGES = {0: [(2, 4)], 1: [(0, 1), (3, 9)], 2: [(7, 9), (3, 3)]}  # of a row bef
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("clamp", [False, True])
-def test_images(vllm, device, window, clamp):
+@pytest.mark.parametrize("known", [False, True], ids=["unknown to the builder", ""])
+def test_images(vllm, device, window, clamp, known):
     """Rows of an image see all of it; what is beyond the tokens so far is not there yet."""
     batch = Batch(vllm, device, SIZES["mixed"], mm_req_doc_ranges=IMAGES)
-    metadata = _builder(vllm, device, is_mm_prefix_lm=True).build(0, batch.common)
-    layer = types.SimpleNamespace(mm_prefix_clamp_sliding_window=clamp)
+    impl = vllm.backend.FlashAttentionImpl(HEADS, DIM, 1.0, HEADS_K, sliding_window=window)
+    layer = types.SimpleNamespace(mm_prefix_clamp_sliding_window=clamp, impl=impl)
+    layers = [layer, types.SimpleNamespace()] if known else []
+    metadata = _builder(vllm, device, is_mm_prefix_lm=True, layers=layers).build(0, batch.common)
+    assert len(metadata.image_ranges) == known
     found = _run(vllm, batch, metadata, layer, sliding_window=window)
 
     def seen(b, position, key):
@@ -187,14 +193,53 @@ def test_images(vllm, device, window, clamp):
     batch.check(_run(vllm, batch, metadata), batch.expected(causal=True))
 
 
-def test_prefix_beside_a_window(vllm, device):
-    prefixes = [2, 5, 0, 1]
-    batch = Batch(
-        vllm, device, SIZES["mixed"], rswa_prefix_lens=torch.tensor(prefixes, dtype=torch.int32, device=device)
-    )
-    found = _run(vllm, batch, _builder(vllm, device, rswa_window=2).build(0, batch.common))
+def test_ranges_are_made_once_for_all_layers(vllm, monkeypatch):
+    """In the builder, into the tensors that graphs were captured with, for each window that there is."""
+    layers = [
+        types.SimpleNamespace(impl=vllm.backend.FlashAttentionImpl(HEADS, DIM, 1.0, sliding_window=window))
+        for window in (None, 3, 3)
+    ]
+    builder = _builder(vllm, "cpu", is_mm_prefix_lm=True, layers=layers)
+    batch = Batch(vllm, "cpu", SIZES["mixed"], mm_req_doc_ranges=IMAGES)
+    captured = builder.build_for_cudagraph_capture(batch.common)
+    metadata = builder.build(0, batch.common)
+    monkeypatch.setattr(vllm.backend, "_image_ranges", None)
+    for left in (-1, 2):
+        ranges = metadata.key_ranges(left, False)
+        assert ranges.data_ptr() == captured.key_ranges(left, False).data_ptr() and ranges.shape == (1, 10, 2)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_batches_of_text(vllm, monkeypatch, level):
+    """Of a model with images: flags say what rows see, except in a graph and where bits are to be those beside images."""
+    monkeypatch.setattr(flash_attn, "get_batch_invariant", lambda: level, raising=False)
+    batch = Batch(vllm, "cpu", SIZES["mixed"], mm_req_doc_ranges=IMAGES)
+    builder = _builder(vllm, "cpu", is_mm_prefix_lm=True)
+    builder.build(0, batch.common)
+    batch.common.mm_req_doc_ranges = None
+    metadata, captured = builder.build(0, batch.common), builder.build_for_cudagraph_capture(batch.common)
+    assert (metadata.key_ranges(-1, False) is None) == (level == 0)
+    assert captured.mm_prefix_query_range_tensor.unique().tolist() == [-1]  # not the images of the batch before
+    batch.check(_run(vllm, batch, captured), batch.expected(causal=True))
+    batch.check(_run(vllm, batch, metadata), batch.expected(causal=True))
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_prefix_beside_a_window(vllm, device, where, padding):
+    """vLLM may say on the host how long prefixes are, and only of requests that are there. The tensors of a graph are
+    filled anew, also if it was captured without prefixes.
+    """
+    prefixes = [2, 5, 0, 1] + [0] * padding
+    batch = Batch(vllm, device, SIZES["mixed"] + [(0, 0)] * padding)
+    builder = _builder(vllm, device, rswa_window=2)
+    captured = builder.build_for_cudagraph_capture(batch.common)
+    batch.check(_run(vllm, batch, captured), batch.expected(causal=True))
+    lengths = torch.tensor(prefixes[:4], dtype=torch.int32)
+    batch.common.rswa_prefix_lens = lengths if where == "host" else lengths.to(device)
+    builder.build(0, batch.common)
     batch.check(
-        found,
+        _run(vllm, batch, captured),
         batch.expected(lambda b, position, key: (key <= position) & ((key < prefixes[b]) | (position - key < 2))),
     )
 
@@ -216,14 +261,18 @@ def test_common_prefix(vllm, device, sinks, monkeypatch):
     assert metadata.common_prefix_len == BLOCK
     sinks = None if sinks is None else sinks.to(device)
     batch.check(_run(vllm, batch, metadata, sinks=sinks), batch.expected(causal=True, learnable_sink=sinks))
-    with pytest.raises(NotImplementedError, match=r"common_prefix_len must be 0 .* window or ALiBi, found 4"):
-        _run(vllm, batch, metadata, sliding_window=3)
+    batch.check(_run(vllm, batch, metadata, sliding_window=3), batch.expected(causal=True, **_window(3)))
+    with torch.device(device):
+        found = _run(vllm, batch, metadata, alibi_slopes=SLOPES)
+    batch.check(found, batch.expected(causal=True, alibi_slopes=torch.tensor(SLOPES, device=device)))
     asked = dict(use_alibi=False, use_sliding_window=False, use_local_attention=False, num_sms=132)
-    assert builder.use_cascade_attention(512, [1] * 20, 8, 2, **asked)
-    assert not builder.use_cascade_attention(512, [1] * 2, 8, 2, **asked)
-    assert not builder.use_cascade_attention(512, [1] * 20, 8, 2, **(asked | dict(use_alibi=True)))
+    builder.head_size = 128
+    assert builder.use_cascade_attention(2048, [1] * 20, 8, 2, **asked)
+    assert not builder.use_cascade_attention(2048, [1] * 2, 8, 2, **asked)
+    for name in ("use_alibi", "use_sliding_window", "use_local_attention"):
+        assert not builder.use_cascade_attention(2048, [1] * 20, 8, 2, **(asked | {name: True}))
     level[0] = 1
-    assert not builder.use_cascade_attention(512, [1] * 20, 8, 2, **asked)
+    assert not builder.use_cascade_attention(2048, [1] * 20, 8, 2, **asked)
     assert builder.build(BLOCK + 1, batch.common).common_prefix_len == 0
 
 
@@ -270,8 +319,8 @@ def test_metadata_of_a_graph(vllm, mode):
     assert builder._cudagraph_support is vllm.base.AttentionCGSupport.ALWAYS
     captured = builder.build_for_cudagraph_capture(batch.common)
     assert captured.max_seq_len is None
-    assert captured.max_query_len is (None if mode == "FULL" else 1) or captured.max_query_len == 1
-    again = builder.build(0, batch.common)
+    assert captured.max_query_len == (None if mode == "FULL" else 1)
+    again = builder.build_for_cudagraph_capture(batch.common)
     for name in ("positions", "mm_prefix_query_range_tensor", "seq_lens", "query_start_loc", "block_table"):
         assert getattr(captured, name).data_ptr() == getattr(again, name).data_ptr(), name
     other = builder.update_block_table(again, table := torch.zeros(3, 1), slots := torch.zeros(3))
@@ -337,6 +386,32 @@ def test_batch_invariance_follows_vllm(vllm, monkeypatch):
     monkeypatch.delattr(flash_attn, "set_batch_invariant")
     with pytest.raises(RuntimeError, match="VLLM_BATCH_INVARIANT must be unset with a flash_attn without"):
         make(HEADS, DIM, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_context_parallelism_is_refused(vllm, kind):
+    """Also by a vLLM that does not ask the backend first: it says how many processes there are before __init__."""
+    impl = vllm.backend.FlashAttentionImpl.__new__(vllm.backend.FlashAttentionImpl)
+    setattr(impl, f"{kind[0]}cp_world_size", 2)
+    with pytest.raises(NotImplementedError, match=f"{kind}_context_parallel_size must be 1, found 2"):
+        impl.__init__(HEADS, DIM, 1.0)
+
+
+def test_vllm_that_writes_keys_otherwise_is_refused(vllm, monkeypatch):
+    """An old one, by which keys would never be written."""
+    monkeypatch.delattr(vllm.base.AttentionBackend, "forward_includes_kv_cache_update")
+    with pytest.raises(ImportError, match="needs a vLLM that writes keys to the cache by do_kv_cache_update"):
+        importlib.reload(sys.modules["flash_attn_vllm.backend"])
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_batch_without_requests(vllm, device, rows):
+    """Only rows that pad."""
+    batch = Batch(vllm, device, [(0, 0)])
+    batch.q = torch.randn(rows, HEADS, DIM, dtype=batch.dtype, device=device)
+    batch.common.num_actual_tokens = rows
+    for model in ({}, dict(is_mm_prefix_lm=True), dict(rswa_window=2)):
+        assert not _run(vllm, batch, _builder(vllm, device, **model).build(0, batch.common)).any()
 
 
 def test_profiling_run(vllm):

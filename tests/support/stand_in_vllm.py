@@ -33,6 +33,7 @@ class MultipleOf:
 
 
 class AttentionBackend:
+    forward_includes_kv_cache_update = True
     supports_kv_cache_update_bypass = False
 
 

@@ -36,8 +36,17 @@ __all__ = [
     "FlashAttentionMetadataBuilder",
 ]
 
+if not hasattr(AttentionBackend, "forward_includes_kv_cache_update"):
+    raise ImportError(
+        "flash_attn_vllm needs a vLLM that writes keys to the cache by do_kv_cache_update, found one without "
+        "AttentionBackend.forward_includes_kv_cache_update"
+    )
+
 _ENCODER = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-_LEAST_PREFIX, _LEAST_REQUESTS = 256, 8  # from where on a common prefix is attended to once for all requests
+# A common prefix is attended to once if that spares a layer so many bytes of keys and values. It costs two launches and
+# a pass over the outputs more, about 10 us, in which a GPU with 3.3 TB/s reads this much. Not measured within vLLM.
+_LEAST_SPARED_BYTES = 32 << 20
+_ALL = 2**31 - 1  # a prefix with all keys
 
 
 class FlashAttentionBackend(AttentionBackend):
@@ -128,11 +137,12 @@ class FlashAttentionMetadata:
     query_start_loc: int32 (requests + 1,). seq_lens: int32 (requests,). block_table: int32 (requests, blocks).
     slot_mapping: (tokens,), where the new keys are written.
     causal: bool, or int32 (requests,).
-    common_prefix_len: so many first keys, whole blocks, are the same for all requests.
-    positions: int32 (tokens,) of each row, where ranges of keys are needed.
+    common_prefix_len: so many first keys, whole blocks, are the same for all requests. Then shared_lens is int32 (3,):
+        0, the rows, and these keys; and own_lens int32 (requests,), the keys behind them.
     mm_prefix_query_range_tensor: int32 (tokens, 2), first and last position of the image that a row is of, -1 for none.
-        Models set it to None for layers that do not look ahead, by this name.
-    rswa_prefix_lens: int32 (tokens,), how many first keys each row sees beside those in rswa_window.
+        Models set it to None for layers that do not look ahead, by this name. Then positions is int32 (tokens,), and
+        image_ranges has what rows see in layers with a window (left, clamp), int32 (1, tokens, 2).
+    prefix_ranges: int32 (1, tokens, 4), what rows see in all layers: a prefix beside a window.
     """
 
     num_actual_tokens: int
@@ -144,29 +154,26 @@ class FlashAttentionMetadata:
     slot_mapping: Tensor
     causal: bool | Tensor = True
     common_prefix_len: int = 0
+    shared_lens: Tensor | None = None
+    own_lens: Tensor | None = None
     positions: Tensor | None = None
     mm_prefix_query_range_tensor: Tensor | None = None
-    rswa_prefix_lens: Tensor | None = None
-    rswa_window: int | None = None
+    image_ranges: dict[tuple[int, bool], Tensor] | None = None
+    prefix_ranges: Tensor | None = None
 
-    def key_ranges(self, window: tuple[int, int], clamp: bool) -> Tensor | None:
+    def key_ranges(self, left: int, clamp: bool) -> Tensor | None:
         """What each row sees, for `flash_attn.flash_attn_varlen_func`; None if flags say it.
 
-        clamp: rows of an image see no further back than the window, either.
+        left: how many keys before its own a row sees, -1 for all. clamp: it is so for rows of an image, too.
         """
-        if self.positions is None or self.causal is not True:
+        images = self.mm_prefix_query_range_tensor
+        if self.causal is not True:
             return None
-        end = self.positions + 1
-        if self.rswa_prefix_lens is not None and self.rswa_window is not None:
-            prefix = torch.minimum(self.rswa_prefix_lens, end)
-            return torch.stack([torch.zeros_like(end), prefix, end - self.rswa_window, end], -1)[None]
-        if self.mm_prefix_query_range_tensor is None:
-            return None
-        start = end - 1 - window[0] if window[0] >= 0 else torch.zeros_like(end)
-        first, last = self.mm_prefix_query_range_tensor.unbind(-1)
-        if not clamp:  # a row is within its image, so that what it sees is one interval
-            start = torch.where(first < 0, start, torch.minimum(start, first))
-        return torch.stack([start, torch.maximum(end, last + 1)], -1)[None]
+        if images is None or self.prefix_ranges is not None:
+            return self.prefix_ranges
+        # A layer that the builder did not know makes its own. A CUDA graph holds that, since it reads kept tensors.
+        made = self.image_ranges.get((left, clamp))
+        return _image_ranges(self.positions, images, left, clamp) if made is None else made
 
 
 class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetadata]):
@@ -177,24 +184,32 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.block_size = kv_cache_spec.block_size
-        self.rswa_window: int | None = getattr(vllm_config.model_config, "rswa_window", None)
-        tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._images = self._positions = self._prefixes = None
-        if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
-            self._images = torch.full((tokens, 2), -1, dtype=torch.int32, device=device)
-        if self.rswa_window is not None:
-            self._prefixes = torch.zeros(tokens, dtype=torch.int32, device=device)
-        if self._images is not None or self._prefixes is not None:
-            self._positions = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self.block_size, self.head_size = kv_cache_spec.block_size, kv_cache_spec.head_size
+        model, tokens = vllm_config.model_config, vllm_config.scheduler_config.max_num_batched_tokens
+        self._window: int | None = getattr(model, "rswa_window", None)
+        self._images: Tensor | None = None
+        self._image_ranges: dict[tuple[int, bool], Tensor] | None = None  # made when all layers are there
+        if getattr(model, "is_mm_prefix_lm", False):
+            self._positions, self._images = self._zeros(tokens), self._zeros(tokens, 2)
+        if self._window is not None:
+            self._prefixes, self._prefix_ranges = self._zeros(tokens), self._zeros(1, tokens, 4)
         # Otherwise nothing here depends on a draft's step: all of it are vLLM's own tensors.
-        self.supports_draft_decode_metadata_update = self._positions is None
+        self.supports_draft_decode_metadata_update = not self._has_ranges
+
+    @property
+    def _has_ranges(self) -> bool:
+        return self._images is not None or self._window is not None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashAttentionMetadata:
         """The metadata of a batch. fast_build has no effect, since there is no schedule to make."""
-        common = common_attn_metadata
+        metadata = self._build(common_prefix_len, common_attn_metadata)
+        if not common_attn_metadata.mm_req_doc_ranges and _level() == 0:
+            metadata.mm_prefix_query_range_tensor = None  # nothing to see ahead: flags say it faster
+        return metadata
+
+    def _build(self, common_prefix_len: int, common: CommonAttentionMetadata) -> FlashAttentionMetadata:
         causal = common.causal
         if isinstance(causal, Tensor) and causal.dtype != torch.int32:
             raise ValueError(
@@ -210,12 +225,15 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             causal=causal,
-            rswa_window=self.rswa_window,
         )
-        if self._positions is not None:
+        shared = common_prefix_len // self.block_size * self.block_size
+        if self._has_ranges:
             self._fill_ranges(metadata, common)
-        elif common_prefix_len > 0 and causal is True and _level() == 0:
-            metadata.common_prefix_len = common_prefix_len // self.block_size * self.block_size
+        elif shared > 0 and causal is True and _level() == 0:
+            metadata.common_prefix_len = shared
+            lengths = torch.tensor([0, common.num_actual_tokens, shared], dtype=torch.int32)
+            metadata.shared_lens = lengths.to(common.seq_lens.device, non_blocking=True)
+            metadata.own_lens = (common.seq_lens - shared).clamp(min=0)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttentionMetadata:
@@ -223,6 +241,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         prompts as well, with more queries of a request: these bounds are then unknown.
         """
         metadata = self.build(0, common_attn_metadata)
+        metadata.mm_prefix_query_range_tensor = self._images_of(metadata.num_actual_tokens)
         metadata.max_seq_len = None
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if mode.mixed_mode().has_full_cudagraphs():
@@ -253,21 +272,46 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         dcp_world_size: int = 1,
     ) -> bool:
         """Whether vLLM, in versions that ask, shall say how many first keys all requests share."""
-        if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1 or _level() > 0:
+        if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1 or self._has_ranges:
             return False
-        return self._positions is None and common_prefix_len >= _LEAST_PREFIX and len(query_lens) >= _LEAST_REQUESTS
+        token = 2 * num_kv_heads * self.head_size * 2  # bytes: keys and values of 16 bits
+        return _level() == 0 and (len(query_lens) - 1) * common_prefix_len * token >= _LEAST_SPARED_BYTES
 
     def _fill_ranges(self, metadata: FlashAttentionMetadata, common: CommonAttentionMetadata) -> None:
-        """Write positions, images and prefixes of the rows into the tensors of this builder, and refer to them."""
+        """Write what rows see into the tensors of this builder, which CUDA graphs hold, and refer to them."""
         rows = common.num_actual_tokens
         entry, position = row_positions(common.query_start_loc, common.seq_lens, rows)
-        metadata.positions = self._positions[:rows].copy_(position)
         if self._images is not None:
-            images = _image_of_each_row(common, rows)
-            metadata.mm_prefix_query_range_tensor = self._images[:rows].copy_(images, non_blocking=True)
-        prefixes = getattr(common, "rswa_prefix_lens", None)
-        if self._prefixes is not None and prefixes is not None:
-            metadata.rswa_prefix_lens = self._prefixes[:rows].copy_(prefixes[entry])
+            metadata.positions = self._positions[:rows].copy_(position)
+            metadata.mm_prefix_query_range_tensor = images = self._images_of(rows)
+            images.copy_(_image_of_each_row(common, rows), non_blocking=True)
+            if self._image_ranges is None:
+                tokens = len(self._positions)
+                self._image_ranges = {window: self._zeros(1, tokens, 2) for window in self._windows()}
+            metadata.image_ranges = {
+                window: kept[:, :rows].copy_(_image_ranges(metadata.positions, images, *window))
+                for window, kept in self._image_ranges.items()
+            }
+        if self._window is not None:
+            prefixes = self._prefixes[: common.num_reqs].fill_(_ALL)
+            given = getattr(common, "rswa_prefix_lens", None)  # may be on the CPU, and without requests that pad
+            if given is not None:
+                prefixes[: len(given)].copy_(given[: common.num_reqs], non_blocking=True)
+            end = position + 1
+            seen = [torch.zeros_like(end), torch.minimum(prefixes[entry], end), end - self._window, end]
+            metadata.prefix_ranges = self._prefix_ranges[:, :rows].copy_(torch.stack(seen, -1))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def _images_of(self, rows: int) -> Tensor | None:
+        return None if self._images is None else self._images[:rows]
+
+    def _windows(self) -> set[tuple[int, bool]]:
+        """(left, clamp) of the model's layers, as `FlashAttentionMetadata.key_ranges` takes them."""
+        layers = getattr(self.vllm_config.compilation_config, "static_forward_context", {}).values()
+        ours = [layer for layer in layers if isinstance(getattr(layer, "impl", None), FlashAttentionImpl)]
+        return {(layer.impl.sliding_window[0], _clamps(layer)) for layer in ours}
 
 
 class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
@@ -295,6 +339,11 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
                 f"kv_cache_dtype must be one of {FlashAttentionBackend.supported_kv_cache_dtypes}, found "
                 f"{kv_cache_dtype!r}: caches in 8 bits are not read here"
             )
+        for name, size in (("decode", "dcp_world_size"), ("prefill", "pcp_world_size")):  # vLLM sets them before this
+            if getattr(self, size, 1) > 1:
+                raise NotImplementedError(
+                    f"{name}_context_parallel_size must be 1, found {getattr(self, size)}: it is not computed here"
+                )
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ValueError(f"sinks must have shape (num_heads,), {(num_heads,)}, found {tuple(sinks.shape)}")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
@@ -354,14 +403,14 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
             max_seqlen_k=attn_metadata.max_seq_len,
             block_table=attn_metadata.block_table,
         )
-        if attn_metadata.common_prefix_len > 0:
-            self._attend_in_two(query[:rows], output[:rows], attn_metadata, paged)
-            return output
         causal = attn_metadata.causal
         left, right = self.sliding_window
+        if attn_metadata.common_prefix_len > 0 and left < 0 and self.alibi_slopes is None:
+            self._attend_in_two(query[:rows], output[:rows], attn_metadata, paged)
+            return output
         if causal is not True:  # rows that are not causal look as far ahead as they look back
             right = left
-        ranges = attn_metadata.key_ranges((left, right), getattr(layer, "mm_prefix_clamp_sliding_window", False))
+        ranges = attn_metadata.key_ranges(left, _clamps(layer))
         if ranges is not None:
             causal, left, right = False, -1, -1
         self._attend(
@@ -403,34 +452,40 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
 
     def _attend_in_two(self, query, output, metadata, paged):
         """All rows over the keys that the requests share, each row over those of its own, and the two merged."""
-        if self.alibi_slopes is not None or self.sliding_window != (-1, -1):
-            raise NotImplementedError(
-                "common_prefix_len must be 0 for a layer with a sliding window or ALiBi, found "
-                f"{metadata.common_prefix_len}"
-            )
-        shared, rows = metadata.common_prefix_len, query.shape[0]
-        keys = paged["k"], paged["v"]
-        device = query.device
-        lengths = torch.tensor([0, rows, shared], dtype=torch.int32, device=device)
+        shared = metadata.common_prefix_len
         prefix = flash_attn.flash_attn_varlen_func(
             query,
-            *keys,
-            cu_seqlens_q=lengths[:2],
-            max_seqlen_q=rows,
+            paged["k"],
+            paged["v"],
+            cu_seqlens_q=metadata.shared_lens[:2],
+            max_seqlen_q=query.shape[0],
             max_seqlen_k=shared,
             softmax_scale=self.scale,
             softcap=self.logits_soft_cap,
             block_table=metadata.block_table[:1],
-            seqused_k=lengths[2:],
+            seqused_k=metadata.shared_lens[2:],
             return_lse=True,
         )
         own = dict(
-            block_table=metadata.block_table[:, shared // keys[0].shape[1] :],
-            seqused_k=metadata.seq_lens - shared,
+            block_table=metadata.block_table[:, shared // paged["k"].shape[1] :],
+            seqused_k=metadata.own_lens,
             max_seqlen_k=None if metadata.max_seq_len is None else metadata.max_seq_len - shared,
         )
         suffix = self._attend(query, None, metadata, causal=True, window=(-1, -1), return_lse=True, **{**paged, **own})
         merge_attn_states(output, None, *prefix, *suffix)
+
+
+def _clamps(layer: Any) -> bool:
+    return bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
+
+
+def _image_ranges(positions: Tensor, images: Tensor, left: int, clamp: bool) -> Tensor:
+    """int32 (1, rows, 2): what rows see that are causal, but see all of the image that they are of."""
+    start = positions - left if left >= 0 else torch.zeros_like(positions)
+    first, last = images.unbind(-1)
+    if not clamp:  # a row is within its image, so that what it sees is one interval
+        start = torch.where(first < 0, start, torch.minimum(start, first))
+    return torch.stack([start, torch.maximum(positions, last) + 1], -1)[None]
 
 
 def _keys_and_values(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
