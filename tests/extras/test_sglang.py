@@ -162,6 +162,24 @@ def test_layers(sglang, device, sizes, page_size, layer):
     server.check(out, **_on(device, options))
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+def test_logarithms_of_sums(sglang, device, sizes):
+    """Of each token and head, for models that ask for them."""
+    server = Server(sglang, device, SIZES[sizes], 4)
+    backend = sglang.backend.FlashAttentionBackend(server.runner)
+    backend.init_forward_metadata(server.batch)
+    call = (server.q, server.k, server.v, _layer(), server.batch)
+    out, lse = backend.forward_extend(*call, return_lse=True, score_mod=None)
+    server.check(out, causal=True)
+    assert torch.equal(backend.forward_extend(*call, return_lse=False), out)
+    first = 0
+    for b, (new, n) in enumerate(server.sizes):
+        q = server.q.view(-1, HEADS, DIM)[first : first + new]
+        _, exact = oracle.attention(*(x[None].double() for x in (q, server.keys[b], server.values[b])), causal=True)
+        torch.testing.assert_close(lse[first : first + new].double(), exact[0].T, atol=1e-2, rtol=1e-2)
+        first += new
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_metadata_of_a_graph(sglang, device, page_size):
     """Each replay fills the tensors with which the graph was captured."""
@@ -171,7 +189,9 @@ def test_metadata_of_a_graph(sglang, device, page_size):
     lengths, server.batch.seq_lens = server.batch.seq_lens, torch.ones_like(server.batch.seq_lens)
     backend.init_forward_metadata_out_graph(server.batch, in_capture=True)
     captured, server.batch.seq_lens = backend.forward_metadata, lengths
+    captured.block_table.fill_(10**6)  # no column behind the longest entry is filled, or looked at
     backend.init_forward_metadata_out_graph(server.batch)
+    assert (captured.block_table == 10**6).any() and (captured.block_table < 10**6)[:, : 12 // page_size].all()
     for one, other in zip(captured, backend.forward_metadata):
         assert one == other if not isinstance(one, torch.Tensor) else one.data_ptr() == other.data_ptr()
     server.check(backend.forward_decode(server.q, server.k, server.v, _layer(), server.batch), causal=True)
@@ -183,6 +203,7 @@ def test_metadata_without_requests(sglang):
     server = Server(sglang, "cpu", SIZES["decode"], 4)
     for name in ("seq_lens", "seq_lens_cpu", "req_pool_indices"):
         setattr(server.batch, name, getattr(server.batch, name)[:0])
+    server.batch.extend_seq_lens = torch.ones(3)  # of another batch: decoding has one row of each request
     backend = sglang.backend.FlashAttentionBackend(server.runner)
     backend.init_forward_metadata(server.batch)
     assert backend.forward_metadata.cu_seqlens_q.tolist() == [0] and not len(backend.forward_metadata.block_table)
@@ -199,6 +220,16 @@ REFUSED = {
         dict(token_to_kv_pool=types.SimpleNamespace(swa_kv_pool=None)),
         NotImplementedError,
         "token_to_kv_pool must have one part, found a SimpleNamespace: start SGLang with --disable-hybrid-swa-memory",
+    ),
+    "prompts in parallel": (
+        dict(server_args=types.SimpleNamespace(attn_cp_size=2, dcp_size=1)),
+        NotImplementedError,
+        "attn_cp_size must be 1, found 2: context parallelism is not computed here",
+    ),
+    "keys in parallel": (
+        dict(server_args=types.SimpleNamespace(attn_cp_size=None, dcp_size=4)),
+        NotImplementedError,
+        "dcp_size must be 1, found 4: context parallelism is not computed here",
     ),
 }
 
@@ -233,7 +264,7 @@ def test_deterministic_inference(sglang, monkeypatch):
     level = [0]
     monkeypatch.setattr(flash_attn, "get_batch_invariant", lambda: level[0], raising=False)
     monkeypatch.setattr(flash_attn, "set_batch_invariant", lambda x: level.__setitem__(0, x), raising=False)
-    arguments = types.SimpleNamespace(enable_deterministic_inference=True)
+    arguments = types.SimpleNamespace(enable_deterministic_inference=True, attn_cp_size=1, dcp_size=1)
     server = Server(sglang, "cpu", SIZES["decode"], 1, server_args=arguments)
     sglang.backend.FlashAttentionBackend(server.runner)
     assert level == [2]
@@ -265,7 +296,7 @@ def test_register(sglang, monkeypatch):
 
 
 INSTALLED = """
-import inspect
+import inspect, os
 import flash_attn_sglang
 flash_attn_sglang.register()
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -280,6 +311,24 @@ for name, ours in vars(FlashAttentionBackend).items():
     if inspect.isfunction(ours) and inspect.isfunction(theirs) and name != "__init__":
         missing = inspect.signature(theirs).parameters.keys() - inspect.signature(ours).parameters.keys()
         assert not missing, (name, missing)
+
+from sglang.srt.server_args import ServerArgs
+for name in ("attn_cp_size", "dcp_size", "enable_deterministic_inference"):  # what the backend asks
+    assert name in inspect.signature(ServerArgs).parameters, name
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+KVWriteLoc(None)
+
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.kernels.ops.attention import flash_attention_v3
+os.environ["FLASH_ATTN_SGLANG_FA3"] = "1"
+flash_attn_sglang.register()
+HookRegistry.apply_hooks()
+found = flash_attention_v3._load_fa3_kernels()
+assert found == flash_attn_sglang._functions()
+for name, function in found.items():  # each takes what SGLang's own function of that name takes
+    theirs = inspect.signature(getattr(flash_attention_v3, name)).parameters
+    assert list(theirs)[:9] == list(inspect.signature(function).parameters)[:9], name
+    assert not theirs.keys() - inspect.signature(function).parameters.keys(), name
 print("SGLang agrees")
 """
 

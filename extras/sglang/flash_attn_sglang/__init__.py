@@ -13,6 +13,7 @@ __version__ = "2.8.3.post100"
 __all__ = ["NAME", "register"]
 
 NAME = "flash_attn"
+_FA3 = "sglang.kernels.ops.attention.flash_attention_v3"
 
 
 def register() -> None:
@@ -33,7 +34,8 @@ def register() -> None:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     except ImportError as error:
         raise ImportError(
-            "flash_attn_sglang needs an SGLang that has sglang.srt.layers.attention.attention_registry, found none"
+            "flash_attn_sglang needs an SGLang that has sglang.srt.layers.attention.attention_registry, found: "
+            f"{error}"
         ) from error
     if ATTENTION_BACKENDS.get(NAME) is not _make:
         register_attention_backend(NAME)(_make)
@@ -44,8 +46,7 @@ def register() -> None:
     if asked == "1":
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        for module in ("sglang.kernels.ops.attention.flash_attention_v3",):
-            HookRegistry.register(f"{module}._load_fa3_kernels", _functions, HookType.REPLACE)
+        HookRegistry.register(f"{_FA3}._load_fa3_kernels", _functions, HookType.REPLACE)
 
 
 def _make(runner: Any) -> Any:

@@ -12,6 +12,11 @@ from torch import Tensor
 
 import flash_attn
 
+try:
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+except ImportError:  # an SGLang whose pool takes the places themselves
+    KVWriteLoc = None
+
 __all__ = ["FlashAttentionBackend", "Metadata"]
 
 
@@ -32,8 +37,8 @@ class FlashAttentionBackend(AttentionBackend):
         runner: SGLang's model runner.
 
     Raises:
-        NotImplementedError: for a model with latent attention, a pool in 8 bits, a pool with a part for windows, or
-            speculative decoding.
+        NotImplementedError: for a model with latent attention, a pool in 8 bits, a pool with a part for windows,
+            context parallelism, or speculative decoding.
         RuntimeError: if SGLang asks for deterministic inference and flash_attn has no levels of batch invariance.
     """
 
@@ -52,6 +57,12 @@ class FlashAttentionBackend(AttentionBackend):
         dtype = getattr(runner, "kv_cache_dtype", torch.bfloat16)
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise NotImplementedError(f"kv_cache_dtype must be torch.float16 or torch.bfloat16, found {dtype}")
+        arguments = getattr(runner, "server_args", None)
+        for name in ("attn_cp_size", "dcp_size"):
+            if (getattr(arguments, name, None) or 1) > 1:
+                raise NotImplementedError(
+                    f"{name} must be 1, found {getattr(arguments, name)}: context parallelism is not computed here"
+                )
         self.forward_metadata: Metadata | None = None
         self.page_size: int = runner.page_size
         self.device = runner.device
@@ -59,7 +70,7 @@ class FlashAttentionBackend(AttentionBackend):
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, pool
         self.attention_chunk: int = getattr(runner, "attention_chunk_size", None) or 0
         self._of_graphs: Metadata | None = None
-        if getattr(getattr(runner, "server_args", None), "enable_deterministic_inference", False):
+        if getattr(arguments, "enable_deterministic_inference", False):
             if not hasattr(flash_attn, "set_batch_invariant"):
                 raise RuntimeError(
                     "enable_deterministic_inference must be off with a flash_attn without set_batch_invariant, "
@@ -72,16 +83,14 @@ class FlashAttentionBackend(AttentionBackend):
         """Of a batch that runs without a graph."""
         self._check(forward_batch)
         lengths = forward_batch.seq_lens.int()
-        cpu = forward_batch.seq_lens_cpu
-        longest = None if cpu is None else max(cpu.tolist(), default=0)
-        rows = forward_batch.extend_seq_lens
+        longest = _longest(forward_batch.seq_lens_cpu)
+        rows = None if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens
         if rows is None:  # decoding; or no request, where another process has some
             ends, most = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device), 1
         else:
             ends = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).int()
-            cpu = getattr(forward_batch, "extend_seq_lens_cpu", None)
-            most = max(cpu) if cpu else None
-        table = self._pages(forward_batch.req_pool_indices, self.max_context_len if longest is None else longest)
+            most = _longest(getattr(forward_batch, "extend_seq_lens_cpu", None))
+        table = self._pages(forward_batch.req_pool_indices, longest)
         self.forward_metadata = Metadata(ends, most, lengths, longest, table)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -107,7 +116,9 @@ class FlashAttentionBackend(AttentionBackend):
         n = forward_batch.batch_size
         all_, lengths = self._of_graphs, self._of_graphs.seqused_k[:n]
         lengths.copy_(forward_batch.seq_lens[:n])
-        all_.block_table[:n].copy_(self._pages(forward_batch.req_pool_indices[:n], self.max_context_len))
+        # Columns behind the longest entry keep what they had: nothing looks there.
+        pages = self._pages(forward_batch.req_pool_indices[:n], _longest(forward_batch.seq_lens_cpu))
+        all_.block_table[:n, : pages.shape[1]].copy_(pages)
         self.forward_metadata = Metadata(all_.cu_seqlens_q[: n + 1], 1, lengths, None, all_.block_table[:n])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -125,15 +136,17 @@ class FlashAttentionBackend(AttentionBackend):
     ) -> Tensor:
         """Attention of new tokens, (tokens, heads * head_dim), over the pool, in which k and v are stored before.
 
+        Keywords: sinks, (heads,); return_lse, which also returns softmax_lse (tokens, heads).
+
         Raises:
-            NotImplementedError: for cross-attention, and keywords other than sinks that are not None.
+            NotImplementedError: for cross-attention, and other keywords that are neither None nor False.
         """
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
 
     def _forward(self, q, k, v, layer, forward_batch, save_kv_cache, kwargs):
-        sinks = kwargs.pop("sinks", None)
+        sinks, return_lse = kwargs.pop("sinks", None), kwargs.pop("return_lse", False)
         for name, value in kwargs.items():
-            if value is not None:
+            if value is not None and value is not False:
                 raise NotImplementedError(f"{name} must be None, found a {type(value).__name__}: it is not computed")
         if getattr(layer, "is_cross_attention", False):
             raise NotImplementedError("is_cross_attention must be False, found True: it is not computed here")
@@ -144,7 +157,8 @@ class FlashAttentionBackend(AttentionBackend):
         if layer.logit_cap and getattr(layer, "logit_capping_method", "tanh") != "tanh":
             raise NotImplementedError(f"logit_capping_method must be 'tanh', found {layer.logit_capping_method!r}")
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, _write_place(forward_batch.out_cache_loc), k, v)
+            place = forward_batch.out_cache_loc
+            self.token_to_kv_pool.set_kv_buffer(layer, place if KVWriteLoc is None else KVWriteLoc(place), k, v)
         keys, values = (
             x.view(-1, self.page_size, *x.shape[1:])
             for x in (
@@ -157,7 +171,7 @@ class FlashAttentionBackend(AttentionBackend):
         window = getattr(layer, "sliding_window_size", None)
         left = -1 if window is None or window < 0 else window  # of other keys, as SGLang counts
         metadata = self.forward_metadata
-        out = flash_attn.flash_attn_varlen_func(
+        result = flash_attn.flash_attn_varlen_func(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
             values,
@@ -172,12 +186,16 @@ class FlashAttentionBackend(AttentionBackend):
             learnable_sink=sinks,
             attention_chunk=self.attention_chunk if getattr(layer, "use_irope", False) else 0,
             seqused_k=metadata.seqused_k,
+            return_lse=bool(return_lse),
         )
-        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        out, lse = result if return_lse else (result, None)
+        out = out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return out if lse is None else (out, lse.T.contiguous())
 
-    def _pages(self, requests: Tensor, tokens: int) -> Tensor:
-        """int32 (requests, pages): the pages of the first so many tokens of each request."""
-        first = self.req_to_token_pool.req_to_token[requests, : max(tokens, 1) : self.page_size]
+    def _pages(self, requests: Tensor, longest: int | None) -> Tensor:
+        """int32 (requests, pages): the pages of each request, of which none is longer than longest, if that is known."""
+        tokens = self.max_context_len if longest is None else max(longest, 1)
+        first = self.req_to_token_pool.req_to_token[requests, : tokens : self.page_size]
         return torch.div(first, self.page_size, rounding_mode="floor").int()
 
     @staticmethod
@@ -187,10 +205,8 @@ class FlashAttentionBackend(AttentionBackend):
             raise NotImplementedError(f"spec_info must be None, found one in {mode}: use another backend for drafts")
 
 
-def _write_place(loc: Tensor) -> Any:
-    """Where keys are written, as the pool of this SGLang wants it."""
-    try:
-        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-    except ImportError:
-        return loc
-    return KVWriteLoc(loc, None)
+def _longest(lengths: Any) -> int | None:
+    """The largest of lengths on the CPU; None if they are not there."""
+    if lengths is None:
+        return None
+    return max(lengths.tolist() if isinstance(lengths, Tensor) else lengths, default=0)

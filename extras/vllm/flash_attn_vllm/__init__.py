@@ -29,7 +29,7 @@ def register() -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
         raise ImportError(
-            "flash_attn_vllm needs a vLLM that has vllm.v1.attention.backends.registry, found none"
+            f"flash_attn_vllm needs a vLLM that has vllm.v1.attention.backends.registry, found: {error}"
         ) from error
     for name, backend in BACKENDS.items():
         register_backend(AttentionBackendEnum[name], f"flash_attn_vllm.backend.{backend}")
