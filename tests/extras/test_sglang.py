@@ -173,7 +173,7 @@ def test_logarithms_of_sums(sglang, device, sizes):
     server.check(out, causal=True)
     assert torch.equal(backend.forward_extend(*call, return_lse=False), out)
     first = 0
-    for b, (new, n) in enumerate(server.sizes):
+    for b, (new, _) in enumerate(server.sizes):
         q = server.q.view(-1, HEADS, DIM)[first : first + new]
         _, exact = oracle.attention(*(x[None].double() for x in (q, server.keys[b], server.values[b])), causal=True)
         torch.testing.assert_close(lse[first : first + new].double(), exact[0].T, atol=1e-2, rtol=1e-2)

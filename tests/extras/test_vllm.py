@@ -104,7 +104,8 @@ def _config(mode="NONE", layers=(), **model):
         model_config=types.SimpleNamespace(**({"is_mm_prefix_lm": False, "rswa_window": None} | model)),
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=64),
         compilation_config=types.SimpleNamespace(
-            cudagraph_mode=types.SimpleNamespace(mixed_mode=lambda: full), static_forward_context=dict(enumerate(layers))
+            cudagraph_mode=types.SimpleNamespace(mixed_mode=lambda: full),
+            static_forward_context=dict(enumerate(layers)),
         ),
     )
 
@@ -211,7 +212,7 @@ def test_ranges_are_made_once_for_all_layers(vllm, monkeypatch):
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_batches_of_text(vllm, monkeypatch, level):
-    """Of a model with images: flags say what rows see, except in a graph and where bits are to be those beside images."""
+    """Of a model with images: flags say what rows see, but not in a graph or where bits are to be as beside images."""
     monkeypatch.setattr(flash_attn, "get_batch_invariant", lambda: level, raising=False)
     batch = Batch(vllm, "cpu", SIZES["mixed"], mm_req_doc_ranges=IMAGES)
     builder = _builder(vllm, "cpu", is_mm_prefix_lm=True)

@@ -34,8 +34,7 @@ def register() -> None:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     except ImportError as error:
         raise ImportError(
-            "flash_attn_sglang needs an SGLang that has sglang.srt.layers.attention.attention_registry, found: "
-            f"{error}"
+            f"flash_attn_sglang needs an SGLang that has sglang.srt.layers.attention.attention_registry, found: {error}"
         ) from error
     if ATTENTION_BACKENDS.get(NAME) is not _make:
         register_attention_backend(NAME)(_make)

@@ -193,7 +193,7 @@ class FlashAttentionBackend(AttentionBackend):
         return out if lse is None else (out, lse.T.contiguous())
 
     def _pages(self, requests: Tensor, longest: int | None) -> Tensor:
-        """int32 (requests, pages): the pages of each request, of which none is longer than longest, if that is known."""
+        """int32 (requests, pages): the pages of each request. None is longer than longest, if that is known."""
         tokens = self.max_context_len if longest is None else max(longest, 1)
         first = self.req_to_token_pool.req_to_token[requests, : tokens : self.page_size]
         return torch.div(first, self.page_size, rounding_mode="floor").int()
