@@ -106,6 +106,41 @@ def test_varlen_attn_of_pages_and_into_a_tensor(device, activated):
         torch.testing.assert_close(lse[:, i].double(), exact_lse[0, :, 0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 1)])
+def test_varlen_attn_of_a_server(window, level, device, activated):
+    """Chunks of prompts and decoding in one batch, over pages. From level 1 on, bits do not depend on the others."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        pytest.skip("varlen_attn of this torch has no pages")
+    torch.manual_seed(0)
+    rows, lengths = [3, 1, 5, 0], [9, 14, 5, 0]
+    q, k, v = (x.detach() for x in tensors(device, (9, 4, 16), (16, 4, 2, 16), (16, 4, 2, 16)))
+    pages = torch.randperm(16, device=device).view(4, 4).int()
+    used = torch.tensor(lengths, dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, *rows], device=device).cumsum(0).int()
+
+    def call(q, bounds, pages, used):
+        longest = int(bounds.diff().max())
+        return varlen_attn(
+            q, k, v, bounds, None, longest, 16, window_size=window, seqused_k=used, block_table=pages, enable_gqa=True
+        )
+
+    with batch_invariant(level):
+        out = call(q, bounds, pages, used).split(rows)
+        for b, (part, length) in enumerate(zip(q.split(rows), lengths)):
+            if len(part) == 0:
+                continue
+            keys, values = (x[pages[b].long()].flatten(0, 1)[None, :length] for x in (k, v))
+            exact, _ = oracle.attention(part[None].double(), keys.double(), values.double(), window_size=window)
+            same, _ = oracle.attention(part[None], keys, values, window_size=window)
+            assert_error_ratio(out[b], exact[0], same[0])
+            if level > 0:
+                one = torch.tensor([0, len(part)], device=device, dtype=torch.int32)
+                assert torch.equal(call(part, one, pages[b : b + 1], used[b : b + 1]), out[b])
+
+
 def test_varlen_attn_at_level_2_of_batch_invariance(device, activated):
     """The rows of a call that trains have the bits of those that are read from pages, alone or in another batch."""
     from torch.nn.attention.varlen import varlen_attn
