@@ -36,13 +36,16 @@ def _examples(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)], ids=lambda page: page.stem)
-def test_examples(page):
+def test_examples(page, tmp_path, monkeypatch):
     """The blocks of a page run one after the other, as a reader would paste them."""
+    monkeypatch.chdir(tmp_path)
     names = {"__name__": page.stem}
     for example in _examples(page):
-        if "transformers" in example:
-            pytest.importorskip("transformers")
+        for library in re.findall(r"^(?:from|import) (accelerate|peft|transformers)\b", example, re.MULTILINE):
+            pytest.importorskip(library)
         exec(compile(example, str(page), "exec"), names)
+    if "accelerator" in names:
+        names["accelerator"].state._reset_state(reset_partial_state=True)  # which would hold for later tests
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
