@@ -24,27 +24,6 @@ SIZES = {  # (rows of queries, keys) of each request; the last two pad a batch f
 }
 
 
-@pytest.fixture(scope="module")
-def vllm():
-    """The stand-in in sys.modules, whether or not there is a vLLM; yields its modules, and the backend over it."""
-    with pytest.MonkeyPatch.context() as patch:
-        made = stand_in_vllm.modules()
-        for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-            patch.delitem(sys.modules, name)
-        for name, module in made.items():
-            patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, "flash_attn_vllm.backend", raising=False)
-        patch.setattr(flash_attn_vllm, "_folders_with_cute", list)
-        backend = importlib.import_module("flash_attn_vllm.backend")
-        yield types.SimpleNamespace(
-            backend=backend,
-            envs=made["vllm.envs"],
-            base=made["vllm.v1.attention.backend"],
-            registry=made["vllm.v1.attention.backends.registry"],
-        )
-        del sys.modules["flash_attn_vllm.backend"]
-
-
 class Batch:
     """Requests whose keys lie in pages, with what vLLM says of them."""
 
@@ -296,16 +275,17 @@ def test_encoder(vllm, device, window):
 
 
 @pytest.mark.parametrize("shape", ["(blocks, heads, block, 2 dim)", "(2, blocks, block, heads, dim)"])
-def test_cache_update(vllm, shape):
-    """Both shapes of caches. Negative slots are skipped."""
+def test_cache_update(vllm, device, shape):
+    """Both shapes of caches, by vLLM's op on a GPU. Negative slots are skipped."""
     backend = vllm.backend.FlashAttentionBackend
     impl = backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_K)
-    cache = torch.zeros(3, HEADS_K, BLOCK, 2 * DIM)
+    cache = torch.zeros(3, HEADS_K, BLOCK, 2 * DIM, device=device)
     if shape[1] == "2":
-        cache = torch.zeros(backend.get_kv_cache_shape(3, BLOCK, HEADS_K, DIM))
+        cache = torch.zeros(backend.get_kv_cache_shape(3, BLOCK, HEADS_K, DIM), device=device)
         assert len(backend.get_kv_cache_stride_order()) == cache.dim()
-    k, v = torch.randn(2, 4, HEADS_K, DIM)
-    impl.do_kv_cache_update(None, k, v, cache, torch.tensor([5, -1, 0]))
+    k, v = torch.randn(2, 4, HEADS_K, DIM, device=device)
+    layer = types.SimpleNamespace(_k_scale=None, _v_scale=None)
+    impl.do_kv_cache_update(layer, k, v, cache, torch.tensor([5, -1, 0], device=device))
     keys, values = vllm.backend._keys_and_values(cache, DIM)
     assert torch.equal(keys[1, 1], k[0]) and torch.equal(values[1, 1], v[0])
     assert torch.equal(keys[0, 0], k[2]) and torch.equal(values[0, 0], v[2])

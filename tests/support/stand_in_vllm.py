@@ -69,12 +69,20 @@ class AttentionBackendEnum(enum.Enum):
     CUSTOM = None
 
 
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
+    for slot, k, v in zip(slot_mapping.tolist(), key, value):
+        if slot >= 0:
+            block, place = divmod(slot, key_cache.shape[1])
+            key_cache[block, place], value_cache[block, place] = k, v
+
+
 def modules():
     """name -> module, for sys.modules; `registered` of the registry is what has been registered."""
     made = {
         name: types.ModuleType(name)
         for name in (
             "vllm",
+            "vllm._custom_ops",
             "vllm.envs",
             "vllm.v1",
             "vllm.v1.attention",
@@ -85,6 +93,7 @@ def modules():
     }
     made["vllm"].envs = made["vllm.envs"]
     made["vllm.envs"].VLLM_BATCH_INVARIANT = False
+    made["vllm._custom_ops"].reshape_and_cache_flash = reshape_and_cache_flash
     backend, registry = made["vllm.v1.attention.backend"], made["vllm.v1.attention.backends.registry"]
     for each in (
         AttentionType,
