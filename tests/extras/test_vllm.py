@@ -544,6 +544,15 @@ impl.do_kv_cache_update(None, k, v, cache, common.slot_mapping)
 impl.forward(None, q, k, v, cache, metadata, output)
 scores = torch.einsum("hd,kd->hk", q[0], k[:2, 0]) / 4  # the first row sees the image, of two keys
 assert torch.allclose(output[0], scores.softmax(-1) @ v[:2, 0], atol=1e-5)
+
+import ast, importlib.util
+from flash_attn_vllm import interface
+folder = importlib.util.find_spec("vllm").submodule_search_locations[0]  # the fork itself needs its extensions
+source = ast.parse(open(folder + "/vllm_flash_attn/flash_attn_interface.py").read())
+theirs = {f.name: [x.arg for x in f.args.args] for f in source.body if isinstance(f, ast.FunctionDef)}
+for name in interface.__all__:
+    ours = list(inspect.signature(getattr(interface, name)).parameters)
+    assert ours[: len(theirs[name])] == theirs[name], name
 print("vLLM agrees")
 """
 
@@ -629,6 +638,16 @@ def test_causality_of_each_request(device):
     batch.check(found, batch.expected(causal=causal.bool().tolist()))
 
 
+def test_packed_keys_of_which_not_all_count(device):
+    """As version 4 of the fork takes them: where an entry's keys begin, and how many there are."""
+    batch, call = _paged(device)
+    room = torch.nn.functional.pad((batch.lengths + 3).cumsum(0), (1, 0)).int().to(device)
+    for name, keys in (("k", batch.k), ("v", batch.v)):
+        call[name] = torch.cat([torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 3), value=torch.nan) for x in keys])
+    found = interface.flash_attn_varlen_func(**(call | dict(block_table=None, cu_seqlens_k=room, fa_version=4)))
+    batch.check(found, batch.expected())
+
+
 @pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(causal=True, window_size=(3, 0))], ids=str)
 def test_keys_of_several_processes(device, options):
     """Each of three has every third key; what they get is merged by softmax_lse."""
@@ -663,8 +682,19 @@ ERRORS = {
         NotImplementedError,
         r"k must be torch.float16 or .*, found torch.float8_e4m3fn: caches in 8 bits",
     ),
+    "gather_kv_indices": (dict(gather_kv_indices=SINKS), NotImplementedError, "gather_kv_indices must be None, found"),
+    "gather_kv_valid_length": (
+        dict(gather_kv_valid_length=SINKS),
+        NotImplementedError,
+        "gather_kv_valid_length must be None, found a Tensor",
+    ),
     "no lengths": (dict(seqused_k=None), ValueError, "seqused_k must be given if .*, found neither of them"),
-    "both": (dict(cu_seqlens_k=SINKS), ValueError, "seqused_k must be given if .*, found both of them"),
+    "both": (dict(cu_seqlens_k=SINKS), ValueError, "cu_seqlens_k must be None with seqused_k, .*, found both of them"),
+    "both and pages": (
+        dict(cu_seqlens_k=SINKS, fa_version=4),
+        ValueError,
+        "cu_seqlens_k must be None with seqused_k, .*, found both of them",
+    ),
     "lengths without pages": (
         dict(block_table=None),
         ValueError,

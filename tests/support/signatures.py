@@ -911,8 +911,8 @@ SIGNATURES = {
             "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
             "max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, "
             "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=None, softcap=0.0, "
-            "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
-            "only_qv=False, return_softmax_lse=False, sinks=None, out=None"
+            "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, only_qv=False, "
+            "sm_margin=0, return_softmax_lse=False, sinks=None, out=None"
         ),
     },
     "flash_attn_sglang": {"register": ""},
@@ -924,7 +924,7 @@ SIGNATURES = {
             "scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0, "
             "output_scale=None, fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, "
             "mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_tensor_leading_dims=None, "
-            "dynamic_causal=None"
+            "dynamic_causal=None, gather_kv_indices=None, gather_kv_valid_length=None"
         ),
         "get_scheduler_metadata": (
             "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "

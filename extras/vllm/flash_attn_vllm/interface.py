@@ -4,7 +4,8 @@
 
 Without effect are fa_version (2, 3 and 4 are the same here) and scheduler_metadata, and the descales of keys and values
 in 16 bits, which need none. What is not computed raises a NotImplementedError that names the argument: q_v,
-output_scale, and masks written for a compiler (mask_mod and the arguments beside it).
+output_scale, keys that are gathered (gather_kv_*), and masks written for a compiler (mask_mod and the arguments beside
+it).
 """
 
 from collections.abc import Sequence
@@ -57,13 +58,16 @@ def flash_attn_varlen_func(
     aux_tensors: Any = None,
     aux_tensor_leading_dims: Any = None,
     dynamic_causal: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    gather_kv_valid_length: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn.flash_attn_varlen_func` in vLLM's order, where the longest lengths come before cu_seqlens.
 
     Arguments:
         q: float16 or bfloat16 (total_q, heads, head_dim).
         k, v: (total_k, heads_k, head_dim), or (num_pages, page_size, heads_k, head_dim) with block_table.
-        cu_seqlens_k, seqused_k: one of them, int32 (batch + 1,) or (batch,); with block_table, seqused_k.
+        cu_seqlens_k, seqused_k: one of them, int32 (batch + 1,) or (batch,); with block_table, seqused_k. With
+            fa_version 4 and no block_table also both: where the keys of an entry begin, and how many of them count.
         window_size: [left, right], or None for no window.
         s_aux: (heads,), the score of each head's sink.
         cp_world_size, cp_rank, cp_tot_seqused_k: of the keys 0, 1, 2, .. of an entry, this process has the keys
@@ -92,14 +96,19 @@ def flash_attn_varlen_func(
         block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors,
         aux_tensor_leading_dims=aux_tensor_leading_dims,
+        gather_kv_indices=gather_kv_indices,
+        gather_kv_valid_length=gather_kv_valid_length,
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_dtype(name, x)
     if fa_version not in (2, 3, 4):
         raise ValueError(f"fa_version must be 2, 3 or 4, found {fa_version!r}")
-    if (cu_seqlens_k is None) == (seqused_k is None):
-        found = "neither" if seqused_k is None else "both"
-        raise ValueError(f"seqused_k must be given if and only if cu_seqlens_k is None, found {found} of them")
+    if cu_seqlens_k is None and seqused_k is None:
+        raise ValueError("seqused_k must be given if cu_seqlens_k is None, found neither of them")
+    if cu_seqlens_k is not None and seqused_k is not None and (fa_version != 4 or block_table is not None):
+        raise ValueError(
+            "cu_seqlens_k must be None with seqused_k, except with fa_version 4 without block_table, found both of them"
+        )
     if block_table is not None and seqused_k is None:
         raise ValueError("seqused_k must be given with block_table, found None")
     if cu_seqlens_k is None and block_table is None:
