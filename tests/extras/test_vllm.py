@@ -347,6 +347,11 @@ def test_capabilities(vllm):
         (12, 0),
     ]
     assert not any("fp8" in each for each in backend.supported_kv_cache_dtypes)
+    for dtype, cache in ((torch.float16, "float16"), (torch.bfloat16, "auto"), (torch.bfloat16, None)):
+        assert backend.supports_combination(64, dtype, cache, 16, False, False, False, False, None) is None
+    assert "kv_cache_dtype must be auto or that of queries, torch.float16, found bfloat16" == (
+        backend.supports_combination(64, torch.float16, "bfloat16", 16, False, False, False, False, None)
+    )
     assert backend.supports_batch_invariance() == hasattr(flash_attn, "set_batch_invariant")
     names = {vllm.backend.FlashAttentionBackend: "FLASH_ATTN", vllm.backend.CustomAttentionBackend: "CUSTOM"}
     assert {each: each.get_name() for each in names} == names
@@ -514,7 +519,8 @@ asked = {name: x for name, x in asked.items()
 check = FlashAttentionBackend.validate_configuration
 assert check(**asked) == [], check(**asked)
 for wrong in (dict(kv_cache_dtype="fp8"), dict(use_mla=True), dict(head_size=576), dict(dtype=torch.float32),
-              dict(use_sparse=True), dict(device_capability=DeviceCapability(7, 5)), dict(use_dcp=True)):
+              dict(use_sparse=True), dict(kv_cache_dtype="float16"), dict(use_dcp=True),
+              dict(device_capability=DeviceCapability(7, 5))):
     assert len(check(**(asked | wrong))) == 1, wrong
 
 from types import SimpleNamespace

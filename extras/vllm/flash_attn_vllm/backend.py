@@ -116,6 +116,24 @@ class FlashAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Why these do not go together, or None."""
+        if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
+            return f"kv_cache_dtype must be auto or that of queries, {dtype}, found {kv_cache_dtype}"
+        return None
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return hasattr(flash_attn, "set_batch_invariant")
 
