@@ -408,6 +408,8 @@ def test_profiling_run(vllm):
 LAYER_ERRORS = {
     "heads": (dict(num_kv_heads=3), ValueError, "num_kv_heads must divide num_heads, 4, found 3"),
     "fp8 cache": (dict(kv_cache_dtype="fp8_e4m3"), NotImplementedError, "kv_cache_dtype must be one of .*'fp8_e4m3'"),
+    "window": (dict(sliding_window=0), ValueError, "sliding_window must be None or at least 1, found 0"),
+    "kind": (dict(attn_type="cross"), ValueError, r"attn_type must be one of \['decoder', .*\], found 'cross'"),
     "sinks": (dict(sinks=torch.zeros(3)), ValueError, r"sinks must have shape \(num_heads,\), \(4,\), found \(3,\)"),
 }
 

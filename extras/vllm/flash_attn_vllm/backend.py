@@ -352,6 +352,10 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, {num_heads}, found {num_kv_heads}")
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window must be None or at least 1, found {sliding_window}")
+        if not FlashAttentionBackend.supports_attn_type(attn_type):
+            raise ValueError(f"attn_type must be one of {[kind.value for kind in AttentionType]}, found {attn_type!r}")
         if kv_cache_dtype not in FlashAttentionBackend.supported_kv_cache_dtypes:
             raise NotImplementedError(
                 f"kv_cache_dtype must be one of {FlashAttentionBackend.supported_kv_cache_dtypes}, found "
