@@ -222,12 +222,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashAttentionMetadata:
         """The metadata of a batch. fast_build has no effect, since there is no schedule to make."""
-        metadata = self._build(common_prefix_len, common_attn_metadata)
-        if not common_attn_metadata.mm_req_doc_ranges and _level() == 0:
-            metadata.mm_prefix_query_range_tensor = None  # nothing to see ahead: flags say it faster
-        return metadata
-
-    def _build(self, common_prefix_len: int, common: CommonAttentionMetadata) -> FlashAttentionMetadata:
+        common = common_attn_metadata
         causal = common.causal
         if isinstance(causal, Tensor) and causal.dtype != torch.int32:
             raise ValueError(
@@ -259,7 +254,8 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         prompts as well, with more queries of a request: these bounds are then unknown.
         """
         metadata = self.build(0, common_attn_metadata)
-        metadata.mm_prefix_query_range_tensor = self._images_of(metadata.num_actual_tokens)
+        if self._images is not None:
+            metadata.mm_prefix_query_range_tensor = self._images[: metadata.num_actual_tokens]
         metadata.max_seq_len = None
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if mode.mixed_mode().has_full_cudagraphs():
@@ -301,7 +297,9 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         entry, position = row_positions(common.query_start_loc, common.seq_lens, rows)
         if self._images is not None:
             metadata.positions = self._positions[:rows].copy_(position)
-            metadata.mm_prefix_query_range_tensor = images = self._images_of(rows)
+            images = self._images[:rows]
+            if common.mm_req_doc_ranges or _level() > 0:  # else there is nothing to see ahead: flags say it faster
+                metadata.mm_prefix_query_range_tensor = images
             images.copy_(_image_of_each_row(common, rows), non_blocking=True)
             if self._image_ranges is None:
                 tokens = len(self._positions)
@@ -321,9 +319,6 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
-
-    def _images_of(self, rows: int) -> Tensor | None:
-        return None if self._images is None else self._images[:rows]
 
     def _windows(self) -> set[tuple[int, bool]]:
         """(left, clamp) of the model's layers, as `FlashAttentionMetadata.key_ranges` takes them."""
