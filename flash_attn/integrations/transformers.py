@@ -191,7 +191,7 @@ def attention(
         if bias is None and ranges is None and sinks is None and seen.seqused_k is None:
             tokens, keys, values = (x.flatten(0, 1) for x in (q, k, v))
             out = flash_attn_varlen_func(tokens, keys, values, **documents.bounds(), **common)
-            return out.unflatten(0, q.shape[:2]), None
+            return torch.unflatten(out, 0, q.shape[:2]), None
         ranges = _intersection(ranges, documents.key_ranges(*q.shape[:2]))
     out = flash_attn_func(
         q, k, v, **common, attn_bias=bias, key_ranges=ranges, seqused_k=seen.seqused_k, return_lse=sinks is not None
@@ -237,7 +237,8 @@ def _intersection(ranges: Tensor | None, others: Tensor | None) -> Tensor | None
     """What both of two `key_ranges` show. One of them has one range for each row."""
     if ranges is None or others is None:
         return others if ranges is None else ranges
-    ranges, others = (x.unflatten(-1, (-1, 2)) for x in (ranges, others))
+    # Not the method, at which Dynamo breaks graphs within `batch_invariant_layers()`.
+    ranges, others = (torch.unflatten(x, -1, (-1, 2)) for x in (ranges, others))
     start, end = torch.maximum(ranges, others)[..., 0], torch.minimum(ranges, others)[..., 1]
     return torch.stack([start, end], -1).flatten(-2)
 

@@ -1009,3 +1009,14 @@ def test_checkpoints_that_enter_the_context(is_within, device):
         dict(use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), invariant()))
     )
     assert all(torch.equal(x, y) for x, y in zip(gradients(), expected, strict=True))
+
+
+def test_attention_compiles_within_the_context(device):
+    """In one graph, with a mask that was made before it, as `generate` makes the masks of compiled models."""
+    q, k, v = (torch.randn(2, 2, 12, 16, device=device, dtype=torch.bfloat16) for _ in range(3))
+    keep = torch.tensor(LEFT, dtype=torch.bool, device=device)
+    compiled = torch.compile(door.attention, backend="eager", fullgraph=True)
+    with batch_invariant(2), batch_invariant_layers():
+        seen = door.mask(2, 12, 12, 0, 0, causal_mask_function, keep, device=device)
+        arguments = torch.nn.Module(), q, k, v, seen
+        assert torch.equal(compiled(*arguments)[0], door.attention(*arguments)[0])
