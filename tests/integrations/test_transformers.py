@@ -963,6 +963,30 @@ def test_padding_that_moves_tokens_is_refused(kind, keep, options, level, device
             attend(torch.ones_like(keep))
 
 
+@pytest.mark.parametrize("kind", ["bias", "sinks", "chunks"])
+def test_packing_that_moves_tokens_is_refused(kind, device):
+    """Where it does not become a call with packed sequences."""
+    q, k, v = (torch.randn(1, 2, 12, 16, device=device) for _ in range(3))
+    ids = torch.tensor([[0] * 5 + [1] * 7], device=device)
+    packed = masking_utils.and_masks(causal_mask_function, masking_utils.packed_sequence_mask_function(ids))
+    options = {}
+    if kind == "bias":
+        options = dict(position_bias=torch.ones(1, 2, 12, 12, device=device))
+    elif kind == "sinks":
+        options = dict(sinks=torch.ones(1, 2, 12, 1, device=device))
+    else:
+        chunks = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64, device=device))
+        packed = masking_utils.and_masks(chunks, packed)
+
+    def attend():
+        seen = door.mask(1, 12, 12, 0, 0, packed, device=device)
+        return door.attention(torch.nn.Module(), q, k, v, seen, **options)
+
+    attend()
+    with batch_invariant(), pytest.raises(NotImplementedError, match="found tokens that padding or packing moves"):
+        attend()
+
+
 @pytest.mark.parametrize("use_padding", [False, True])
 def test_a_mask_that_ends_before_the_rows(use_padding, device):
     """They are tokens, though nobody sees their keys: as without a level, or refused."""
