@@ -145,25 +145,25 @@ def refuse_torch_attention() -> None:
         )
 
 
-def refuse_masks_of_batches(query: torch.Tensor, has_padding_inside: bool = False) -> None:
+def refuse_masks_of_batches(query: torch.Tensor, moves_tokens: bool = False) -> None:
     """Raise for a mask with which a row is computed otherwise than in a batch without it.
 
-    On a GPU that is any: kernels compute rows without ranges otherwise. On the CPU it is one with padding before
-    tokens, since blocks of keys are counted from the first one.
+    On a GPU that is any: kernels compute rows without ranges otherwise. On the CPU it is one with padding or other
+    sequences before tokens, since blocks of keys are counted from the first one.
     """
     if not _level:
         return
-    if has_padding_inside:
+    if moves_tokens:
         where = ""
-        found = "padding before tokens, which is not left out within a sequence or beside chunks or a bias"
+        found = "tokens that padding or packing moves, within a sequence or beside chunks, sinks or a bias"
     elif _library.is_where_kernels_run(query):
         where, found = " on a GPU", "another mask, padding beside a bias, or padding in a compiled model"
     else:
         return
     raise NotImplementedError(
         "attention_mask must hide nothing but padding before or after each sequence, the future and what a window "
-        f"leaves out, where the level of batch invariance is {_level}{where}, found {found}: pad after each "
-        "sequence, pack them, or pass one by one"
+        f"leaves out, where the level of batch invariance is {_level}{where}, found {found}: pass sequences "
+        "one by one, or on a CPU padded behind"
     )
 
 

@@ -88,8 +88,8 @@ def _product(x, weight, bias):
     for name, tensor in (("x", x), ("weight", weight)):
         if not fusing.is_plain(tensor):
             raise NotImplementedError(
-                f"{name} of a linear layer must be a plain tensor where the level of batch invariance is 2, found "
-                f"{type(tensor).__name__}"
+                f"{name} of a linear layer must be a plain tensor within batch_invariant_layers, which GPTLMHeadModel "
+                f"enters at level 2 of batch invariance, found {type(tensor).__name__}"
             )
     dtype = _library.autocast_dtype(x)
     if dtype is not None and x.dtype != torch.float64:

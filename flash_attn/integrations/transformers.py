@@ -135,6 +135,8 @@ def attention(
         ValueError: output_attentions, a head_mask, a paged cache, or the indices or block_indices of sparse attention,
             which only transformers' own functions have; a result of `mask` for other lengths; or a wrong shape or
             value. Wrong types raise TypeError.
+        NotImplementedError: a mask, or packed sequences beside a bias or sinks, with which the level of batch
+            invariance in force cannot be kept.
     """
     if output_attentions:
         raise ArgumentError(
@@ -177,8 +179,6 @@ def attention(
         documents = Documents(cu_seq_lens_q.int(), cu_seq_lens_k.int(), max_length_q, max_length_k)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     bias, ranges = _sum(seen.attn_bias, position_bias), seen.key_ranges
-    if ranges is not None or seen.attn_bias is not None:
-        invariance.refuse_masks_of_batches(query, seen.has_padding_inside)
     common: dict[str, Any] = {
         "dropout_p": dropout,
         "softmax_scale": scaling,
@@ -191,8 +191,10 @@ def attention(
         if bias is None and ranges is None and sinks is None and seen.seqused_k is None:
             tokens, keys, values = (x.flatten(0, 1) for x in (q, k, v))
             out = flash_attn_varlen_func(tokens, keys, values, **documents.bounds(), **common)
-            return out.unflatten(0, q.shape[:2]), None
+            return torch.unflatten(out, 0, q.shape[:2]), None
         ranges = _intersection(ranges, documents.key_ranges(*q.shape[:2]))
+    if ranges is not None or seen.attn_bias is not None:
+        invariance.refuse_masks_of_batches(query, moves_tokens=seen.moves_tokens or documents is not None)
     out = flash_attn_func(
         q, k, v, **common, attn_bias=bias, key_ranges=ranges, seqused_k=seen.seqused_k, return_lse=sinks is not None
     )
@@ -237,7 +239,8 @@ def _intersection(ranges: Tensor | None, others: Tensor | None) -> Tensor | None
     """What both of two `key_ranges` show. One of them has one range for each row."""
     if ranges is None or others is None:
         return others if ranges is None else ranges
-    ranges, others = (x.unflatten(-1, (-1, 2)) for x in (ranges, others))
+    # Not the method, at which Dynamo breaks graphs within `batch_invariant_layers()`.
+    ranges, others = (torch.unflatten(x, -1, (-1, 2)) for x in (ranges, others))
     start, end = torch.maximum(ranges, others)[..., 0], torch.minimum(ranges, others)[..., 1]
     return torch.stack([start, end], -1).flatten(-2)
 
@@ -274,8 +277,8 @@ class Seen(NamedTuple):
 
     unpadded: the same with documents, and padding as documents whose rows see no key, if that can be said and a level
         of batch invariance is in force. Then kernels compute a padded sequence as they do without padding.
-    has_padding_inside: there is padding before a token of its entry, whose place then depends on the batch. It counts
-        at a level, where `unpadded` does not leave that padding out.
+    moves_tokens: padding, or other packed sequences, come before a token, so that its place depends on the batch. It
+        is known at a level only, and counts where no documents leave out what comes before.
     """
 
     causal: bool = False
@@ -285,7 +288,7 @@ class Seen(NamedTuple):
     attn_bias: Tensor | None = None
     documents: Documents | None = None
     unpadded: "Seen | None" = None
-    has_padding_inside: bool = False
+    moves_tokens: bool = False
 
 
 class Mask:
@@ -439,9 +442,9 @@ def mask(
     pattern = _pattern(function)
     seen = None if pattern is None else _known(pattern, attention_mask, q_offset, kv_offset, shape, device)
     seen = _evaluated(evaluate, shape) if seen is None else seen
-    if invariance.level() and attention_mask is not None and not torch.compiler.is_compiling():
-        keep = _not_padding(attention_mask, kv_offset, kv_length)
-        seen = seen._replace(has_padding_inside=bool((keep[:, 1:] & ~keep[:, :-1]).any()))
+    if invariance.level():
+        is_packed = pattern is not None and pattern.documents is not None
+        seen = seen._replace(moves_tokens=is_packed or _has_padding_inside(attention_mask, kv_offset, kv_length))
     return Mask(seen, evaluate, shape, device)
 
 
@@ -449,6 +452,14 @@ def _not_padding(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tens
     """Bool (batch, kv_length), true at the keys that attention_mask keeps; it may end before them."""
     keep = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     return pad(keep, (0, kv_length - keep.shape[1]))
+
+
+def _has_padding_inside(attention_mask: Tensor | None, kv_offset: int, kv_length: int) -> bool:
+    """Whether there is padding before a key that is none. A graph does not tell."""
+    if attention_mask is None or torch.compiler.is_compiling():
+        return False
+    keep = _not_padding(attention_mask, kv_offset, kv_length)
+    return bool((keep[:, 1:] & ~keep[:, :-1]).any())
 
 
 @torch.compiler.assume_constant_result

@@ -810,6 +810,9 @@ INVARIANT = {
         n_embd=48, n_layer=2, n_head=3, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **_SIZES
     ),
 }
+INVARIANT["mixtral"] = lambda: transformers.MixtralConfig(
+    **INVARIANT["llama"]().to_dict(), num_local_experts=4, experts_implementation="eager"
+)
 INVARIANT["mistral"] = lambda: transformers.MistralConfig(**INVARIANT["llama"]().to_dict(), sliding_window=9)
 
 
@@ -820,7 +823,7 @@ def invariant_model(name, device):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
     """Attention obeys the level, and the context has the linear layers."""
     model = invariant_model(name, device)
@@ -846,7 +849,7 @@ def test_a_model_whose_bits_depend_on_no_neighbour(name, level, device):
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_padding_on_the_left_changes_no_bit(name, cache, level, device):
     """Prompts of several lengths are sampled together, each as alone, and a training forward gives the same logits."""
     model = invariant_model(name, device)
@@ -940,7 +943,7 @@ LEFT = [[1] * 12, [0] * 5 + [1] * 7]
         (causal_mask_function, HOLE, {}),
         (causal_mask_function, LEFT, dict(position_bias=torch.ones(1, 2, 12, 12))),
         (causal_mask_function, LEFT, dict(sinks=torch.ones(2, 2, 12, 1))),
-        (chunked_causal_mask_function(4, torch.tensor([0, 5])), LEFT, {}),
+        (None, LEFT, {}),  # chunks of 4 tokens
         (lambda b, h, q, k: k <= q // 2 * 2, LEFT, {}),
     ],
     ids=["hole", "bias", "sinks", "chunks", "other"],
@@ -949,6 +952,7 @@ def test_padding_that_moves_tokens_is_refused(kind, keep, options, level, device
     """Where it cannot be left out. Without padding, the same is computed."""
     q, k, v = (torch.randn(2, 2, 12, 16, device=device) for _ in range(3))
     options = {name: x.to(device) for name, x in options.items()}
+    kind = chunked_causal_mask_function(4, torch.tensor([0, 5], device=device)) if kind is None else kind
 
     def attend(keep):
         seen = door.mask(2, 12, 12, 0, 0, kind, keep, use_vmap=True, device=device)
@@ -961,6 +965,30 @@ def test_padding_that_moves_tokens_is_refused(kind, keep, options, level, device
             attend(keep)
         if device.type == "cpu":
             attend(torch.ones_like(keep))
+
+
+@pytest.mark.parametrize("kind", ["bias", "sinks", "chunks"])
+def test_packing_that_moves_tokens_is_refused(kind, device):
+    """Where it does not become a call with packed sequences."""
+    q, k, v = (torch.randn(1, 2, 12, 16, device=device) for _ in range(3))
+    ids = torch.tensor([[0] * 5 + [1] * 7], device=device)
+    packed = masking_utils.and_masks(causal_mask_function, masking_utils.packed_sequence_mask_function(ids))
+    options = {}
+    if kind == "bias":
+        options = dict(position_bias=torch.ones(1, 2, 12, 12, device=device))
+    elif kind == "sinks":
+        options = dict(sinks=torch.ones(1, 2, 12, 1, device=device))
+    else:
+        chunks = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64, device=device))
+        packed = masking_utils.and_masks(chunks, packed)
+
+    def attend():
+        seen = door.mask(1, 12, 12, 0, 0, packed, device=device)
+        return door.attention(torch.nn.Module(), q, k, v, seen, **options)
+
+    attend()
+    with batch_invariant(), pytest.raises(NotImplementedError, match="found tokens that padding or packing moves"):
+        attend()
 
 
 @pytest.mark.parametrize("use_padding", [False, True])
@@ -1009,3 +1037,14 @@ def test_checkpoints_that_enter_the_context(is_within, device):
         dict(use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), invariant()))
     )
     assert all(torch.equal(x, y) for x, y in zip(gradients(), expected, strict=True))
+
+
+def test_attention_compiles_within_the_context(device):
+    """In one graph, with a mask that was made before it, as `generate` makes the masks of compiled models."""
+    q, k, v = (torch.randn(2, 2, 12, 16, device=device, dtype=torch.bfloat16) for _ in range(3))
+    keep = torch.tensor(LEFT, dtype=torch.bool, device=device)
+    compiled = torch.compile(door.attention, backend="eager", fullgraph=True)
+    with batch_invariant(2), batch_invariant_layers():
+        seen = door.mask(2, 12, 12, 0, 0, causal_mask_function, keep, device=device)
+        arguments = torch.nn.Module(), q, k, v, seen
+        assert torch.equal(compiled(*arguments)[0], door.attention(*arguments)[0])
