@@ -107,7 +107,7 @@ def cross_entropy(
     at_once = at_once and invariance.level() == 0  # a kernel that adds up a row in another order
     if at_once and _serves_at_once(logits, in_place):
         _, _, *options = rest
-        count = _count(labels, classes, ignore_index) if reduction == "mean" else None
+        count = count_of(labels, classes, ignore_index) if reduction == "mean" else None
         dloss = (expectation or Expectation()).dloss(labels)
         expected = dloss.clone() if count is None else dloss / count  # not what a backward will write to
         losses, z_losses = _BothAtOnce.apply(logits, labels, expected.expand(labels.shape), options, in_place)
@@ -172,12 +172,15 @@ def _serves_at_once(logits, in_place):
     return all(start * logits.element_size() % 16 == 0 for start in starts)
 
 
-def _count(labels, classes, ignore_index):
-    """How many rows count, as a tensor."""
+def is_kept(labels, ignore_index, classes):
+    """Which rows count."""
     kept = (labels >= 0) & (labels < classes)
-    if 0 <= ignore_index < classes:
-        kept &= labels != ignore_index
-    return kept.sum()
+    return kept & (labels != ignore_index) if 0 <= ignore_index < classes else kept
+
+
+def count_of(labels, classes, ignore_index):
+    """How many rows count, as a tensor."""
+    return is_kept(labels, ignore_index, classes).sum()
 
 
 def check(logits, labels, label_smoothing):

@@ -1,0 +1,290 @@
+"""The logits of a linear head, some rows at a time, and the gradients of hidden, weight and bias that follow from theirs.
+
+`linear_cross_entropy` and `linear_log_probs` share it: each says what becomes of some rows of logits, and `run` does the
+rest. Logits are held by as many rows as `rows_at_a_time` allows, never all of them unless they are few.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_attn import _torch_private
+from flash_attn._ops import autograd, checks, fused_dense, invariance, linear, xentropy
+from flash_attn.utils.distributed import all_gather
+
+# Bytes of logits that are held at a time where no argument says otherwise, and no gradient of the weight needs more.
+# Fewer rows make products slower; all of them would be no fewer bytes than without this module.
+BYTES = 2**29
+_MULTIPLE = 128  # rows, of which the tiles of a product are made
+_PIECE = 2**24  # elements of a gradient that are in float32 at a time, while it is scaled and rounded
+
+
+class Head(NamedTuple):
+    """All that decides about logits but the tensors."""
+
+    dtype: torch.dtype  # of the products
+    classes: int  # in all parts of the vocabulary
+    class_start: int  # the class of the first row of the weight
+    ignore_index: int
+    softcap: float
+    rows: int  # that are held at a time
+    group: dist.ProcessGroup | None  # of several processes that divide the vocabulary
+    sums_hidden: bool  # whether each process needs the whole gradient of hidden
+
+
+def prepare(
+    hidden,
+    weight,
+    labels,
+    bias,
+    *,
+    num_classes,
+    ignore_index,
+    softcap,
+    chunk_size,
+    chunk_bytes,
+    process_group,
+    sequence_parallel,
+):
+    """Check the arguments that all functions of a head share. Returns ((hidden, weight, bias), labels, head), where
+    hidden is gathered, (rows, features), and labels are (rows,)."""
+    world_size, rank = 1, 0
+    if process_group is not None:
+        world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    group = process_group if world_size > 1 else None
+    xentropy.check_transform(group, hidden, weight, bias)
+    if process_group is not None and sequence_parallel:
+        hidden = all_gather(hidden, process_group)
+    autocast = fused_dense.check_layer(hidden, weight, bias, ("hidden", "weight", "bias"))
+    dtype = hidden.dtype if autocast is None else autocast
+    checks.tensor("hidden", hidden, dtypes=xentropy.DTYPES)
+    checks.number("the number of dimensions of hidden", hidden.dim(), hidden.dim() > 1, "at least 2")
+    shape = tuple(hidden.shape[:-1])
+    checks.tensor("labels", labels, dtypes=checks.INTEGER_DTYPES, shape=shape, device=hidden.device)
+    limit = world_size * len(weight)
+    classes = limit if num_classes is None else checks.whole("num_classes", num_classes)
+    checks.number("num_classes", classes, 0 < classes <= limit, "from 1 to {}, the rows of the weight", limit)
+    softcap = checks.as_float("softcap", softcap)
+    checks.number("softcap", softcap, softcap >= 0, "at least 0")
+    rows = rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes)
+    ignore_index = checks.whole("ignore_index", ignore_index)
+    head = Head(dtype, classes, rank * len(weight), ignore_index, softcap, rows, group, not sequence_parallel)
+    return (hidden.flatten(0, -2), weight, bias), labels.flatten(), head
+
+
+def rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes):
+    """Check chunk_size and chunk_bytes; return how many rows of logits are held at a time."""
+    if chunk_size is not None and chunk_bytes is not None:
+        raise ValueError(f"chunk_size must be None with chunk_bytes, found {chunk_size!r} and {chunk_bytes!r}")
+    if chunk_size is not None:
+        chunk_size = checks.whole("chunk_size", chunk_size)
+        checks.number("chunk_size", chunk_size, chunk_size > 0, "positive")
+        return chunk_size
+    # With a softcap its derivative is held beside the logits; at a level of batch invariance, a copy with aligned rows.
+    of_row = max(len(weight), 1) * dtype.itemsize * (2 if softcap > 0 or invariance.level() else 1)
+    tokens = max(hidden.numel() // max(hidden.shape[-1], 1), 1)
+    if chunk_bytes is not None:
+        chunk_bytes = checks.whole("chunk_bytes", chunk_bytes)
+        what = "at least {}, the logits of a token"
+        checks.number("chunk_bytes", chunk_bytes, chunk_bytes >= of_row, what, of_row)
+        most = chunk_bytes // of_row
+        most = most // _MULTIPLE * _MULTIPLE or most
+    else:
+        most = BYTES // of_row
+        if torch.is_grad_enabled() and weight.requires_grad:
+            # Several products need sums of the gradient in float32 beside it; logits may take as much in their place.
+            most = max(most, weight.numel() * 4 // of_row)
+        most = max(most // _MULTIPLE, 1) * _MULTIPLE
+    chunks = -(-tokens // most)
+    return min(
+        -(-tokens // chunks // _MULTIPLE) * _MULTIPLE, most
+    )  # of equal sizes, rather than a small one at the end
+
+
+def run(hidden, weight, bias, labels, head, of_logits, gradients=None):
+    """Returns what of_logits(logits, labels, rows) gives for some rows after the other: float32 of each row, joined.
+
+    Where gradients are wanted, of_logits overwrites the logits by theirs, and those of hidden, weight and bias are added
+    to `gradients`. Logits are without padding of the vocabulary.
+    """
+    own = max(min(head.classes - head.class_start, len(weight)), 0)  # rows of the weight without padding
+    weight, bias = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
+    results = []
+    for start in range(0, max(len(hidden), 1), head.rows):
+        rows = slice(start, start + head.rows)
+        y = labels[rows]
+        x = xentropy.without_others(hidden[rows].to(head.dtype), y, head.ignore_index, head.classes)
+        logits = linear.product(x, weight, bias)
+        if invariance.level():
+            logits = invariance.with_aligned_rows(logits)
+        real, slope = logits[:, :own], None
+        if head.softcap > 0 and gradients is None:
+            real = head.softcap * torch.tanh(real / head.softcap)
+        elif head.softcap > 0:
+            real.div_(head.softcap).tanh_()
+            slope = real.square().neg_().add_(1)  # the derivative of tanh, from its value
+            real.mul_(head.softcap)
+        results.append(of_logits(real, y, rows))
+        if gradients is not None:
+            if slope is not None:
+                real.mul_(slope)
+            if own < len(weight):
+                logits[:, own:] = 0
+            gradients.add(rows, logits, x, weight)
+    if len(results) == 1 or results[0] is None:
+        return results[0]
+    return tuple(map(torch.cat, zip(*results)))
+
+
+class Gradients:
+    """The gradients of hidden, weight and bias: sums over all rows, to which some rows are added at a time.
+
+    Sums of several products, and those of a weight in float32, are in float32. Those of a float16 weight are, too, so
+    that the backward can still scale what would be too large or too small.
+    """
+
+    def __init__(self, hidden, weight, bias, wanted, head):
+        self.wanted = wanted
+        self.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        self.one = len(hidden) <= head.rows
+        self.rounds_late = head.dtype == torch.float16
+        self.sums_in_float32 = not self.one or self.rounds_late or weight.dtype != head.dtype
+        self.group = head.group if head.sums_hidden else None
+        self.hidden = self.weight = self.bias = None
+        if wanted[0] and not self.one:
+            self.hidden = hidden.new_empty(hidden.shape, dtype=head.dtype)
+
+    def add(self, rows, dlogits, hidden, weight):
+        if self.wanted[0]:
+            if self.one:
+                self.hidden = dlogits @ weight
+            elif torch.compiler.is_compiling():
+                self.hidden[rows] = dlogits @ weight
+            else:
+                torch.mm(dlogits, weight, out=self.hidden[rows])
+        if self.wanted[1] and self.sums_in_float32:
+            self.weight = linear.add_product(self.weight, dlogits.t(), hidden)
+        elif self.wanted[1]:
+            self.weight = dlogits.t() @ hidden
+        if self.wanted[2]:
+            bias = dlogits.sum(0, dtype=torch.float32)
+            self.bias = bias if self.bias is None else self.bias.add_(bias)
+
+    def finish(self):
+        """Returns the three gradients, None where they are not wanted, in the dtypes of hidden, weight and bias; but in
+        float16 the latter two still have their sums."""
+        if self.group is not None and self.hidden is not None:
+            dist.all_reduce(self.hidden, group=self.group)
+        kept = (0,) if self.rounds_late else (0, 1, 2)
+        gradients = self.hidden, self.weight, self.bias
+        self.hidden = self.weight = self.bias = None
+        return [
+            x.to(dtype) if x is not None and i in kept else x
+            for i, (x, dtype) in enumerate(zip(gradients, self.dtypes))
+        ]
+
+
+def may_overwrite(ctx, *incoming):
+    """In a backward: whether the saved tensors, which it has read, have no other user, so that they can be returned.
+
+    ctx.saved_alone: whether the forward saved them where no hook has seen them.
+    """
+    return (
+        ctx.saved_alone
+        and not torch.compiler.is_compiling()
+        and not _torch_private.keeps_graph()
+        and not any(_torch_private.is_legacy_batch(x) or autograd.is_transformed(x) for x in incoming)
+    )
+
+
+def is_saved_alone():
+    """In a forward: whether tensors that it saves are kept as they are, for its own backward only."""
+    return not torch.compiler.is_compiling() and not _torch_private.saved_tensors_have_hooks()
+
+
+def times(x, factor, dtype, overwrites):
+    """x times a float32 number, rounded once to `dtype`; None for None.
+
+    overwrites: x itself may take the result. On a GPU it is then neither read nor written if the number is 1.
+    """
+    if x is None:
+        return None
+    if overwrites and x.dtype == dtype and x.is_contiguous():
+        _scale_(x, factor)
+        return x
+    if x.dtype == dtype == torch.float32 or x.numel() <= _PIECE or torch.compiler.is_compiling():
+        return (x.float() * factor).to(dtype)
+    out, rows = torch.empty_like(x, dtype=dtype), max(_PIECE // max(x[:1].numel(), 1), 1)
+    for source, target in zip(x.split(rows), out.split(rows)):
+        target.copy_(source.float() * factor)
+    return out
+
+
+def _scale_(x, factor):
+    """Multiply a contiguous x by a number, by the kernel that compares it with 1 on the device and then ends.
+
+    A few thousand thread blocks are enough to fill a GPU, and take no time if all that they do is to compare.
+    """
+    flat, blocks = x.view(-1), 4096
+    even = x.numel() // blocks * blocks
+    for part, rows in ((flat[:even], blocks), (flat[even:], 1)):
+        if part.numel() > 0:
+            one = factor.new_ones(()).expand(rows)
+            xentropy.scale_(
+                part.view(rows, -1), factor.expand(rows), one, one.new_ones((), dtype=torch.bool).expand(rows)
+            )
+
+
+class Deferred(torch.autograd.Function):
+    """Values of each row whose gradient comes only with the backward, which computes the logits again.
+
+    rule: an object with values(logits, labels, scale, head) -> float tensors (rows,), of which the first `outputs` are
+        results, all or some of them with a gradient, and the others are kept for the backward; and with
+        overwrite(logits, labels, scale, kept, incoming, head), which replaces logits by their gradient. scale is the part of
+        `scale` (all rows,) for these rows, or None.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, scale, head, rule):
+        values = of_each_row(hidden, weight, bias, labels, scale, head, rule)
+        ctx.save_for_backward(hidden, weight, bias, labels, scale, *values[rule.outputs :])
+        ctx.head, ctx.rule = head, rule
+        ctx.set_materialize_grads(False)
+        outputs = values[: rule.outputs]
+        ctx.mark_non_differentiable(*outputs[rule.differentiable :])
+        return outputs
+
+    @staticmethod
+    @autograd.once_differentiable
+    def backward(ctx, *incoming):
+        if all(x is None for x in incoming):
+            return (None,) * 7
+        hidden, weight, bias, labels, scale, *kept = ctx.saved_tensors
+        head, rule = ctx.head, ctx.rule
+        incoming = [
+            labels.new_zeros(labels.shape, dtype=torch.float32) if x is None else x
+            for x in incoming[: rule.differentiable]
+        ]
+        gradients = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], head)
+
+        def overwrite(logits, y, rows):
+            each = None if scale is None else scale[rows]
+            rule.overwrite(logits, y, each, [x[rows] for x in kept], [x[rows] for x in incoming], head)
+
+        run(hidden, weight, bias, labels, head, overwrite, gradients)
+        found = gradients.finish()
+        return *(x if x is None else x.to(dtype) for x, dtype in zip(found, gradients.dtypes)), *(None,) * 4
+
+
+def of_each_row(hidden, weight, bias, labels, scale, head, rule):
+    """The values of `rule` for all rows, without a gradient of this module's."""
+    return run(
+        hidden,
+        weight,
+        bias,
+        labels,
+        head,
+        lambda logits, y, rows: rule.values(logits, y, None if scale is None else scale[rows], head),
+    )
