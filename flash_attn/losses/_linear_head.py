@@ -1,16 +1,14 @@
-"""The logits of a linear head, some rows at a time, and the gradients of hidden, weight and bias that follow from theirs.
+"""The logits of a linear head, some rows at a time, and the gradients of hidden, weight and bias that follow from them.
 
-`linear_cross_entropy` and `linear_log_probs` share it: each says what becomes of some rows of logits, and `run` does the
-rest. Logits are held by as many rows as `rows_at_a_time` allows, never all of them unless they are few.
+`linear_cross_entropy` and `linear_log_probs` share it: each says what becomes of some rows of logits, and `run` does
+the rest. Logits are held by as many rows as `rows_at_a_time` allows.
 """
 
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from flash_attn import _torch_private
 from flash_attn._ops import autograd, checks, fused_dense, invariance, linear, xentropy
 from flash_attn.utils.distributed import all_gather
 
@@ -28,7 +26,7 @@ class Head(NamedTuple):
     classes: int  # in all parts of the vocabulary
     class_start: int  # the class of the first row of the weight
     ignore_index: int
-    softcap: float
+    softcap: float  # that `run` applies
     rows: int  # that are held at a time
     group: dist.ProcessGroup | None  # of several processes that divide the vocabulary
     sums_hidden: bool  # whether each process needs the whole gradient of hidden
@@ -66,12 +64,18 @@ def prepare(
     limit = world_size * len(weight)
     classes = limit if num_classes is None else checks.whole("num_classes", num_classes)
     checks.number("num_classes", classes, 0 < classes <= limit, "from 1 to {}, the rows of the weight", limit)
-    softcap = checks.as_float("softcap", softcap)
-    checks.number("softcap", softcap, softcap >= 0, "at least 0")
+    softcap = check_softcap(softcap)
     rows = rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes)
     ignore_index = checks.whole("ignore_index", ignore_index)
     head = Head(dtype, classes, rank * len(weight), ignore_index, softcap, rows, group, not sequence_parallel)
     return (hidden.flatten(0, -2), weight, bias), labels.flatten(), head
+
+
+def check_softcap(softcap):
+    """Check softcap and return it as a float."""
+    softcap = checks.as_float("softcap", softcap)
+    checks.number("softcap", softcap, softcap >= 0, "at least 0")
+    return softcap
 
 
 def rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes):
@@ -98,16 +102,15 @@ def rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes):
             most = max(most, weight.numel() * 4 // of_row)
         most = max(most // _MULTIPLE, 1) * _MULTIPLE
     chunks = -(-tokens // most)
-    return min(
-        -(-tokens // chunks // _MULTIPLE) * _MULTIPLE, most
-    )  # of equal sizes, rather than a small one at the end
+    # Chunks are of equal sizes, rather than a small one at the end.
+    return min(-(-tokens // chunks // _MULTIPLE) * _MULTIPLE, most)
 
 
 def run(hidden, weight, bias, labels, head, of_logits, gradients=None):
     """Returns what of_logits(logits, labels, rows) gives for some rows after the other: float32 of each row, joined.
 
-    Where gradients are wanted, of_logits overwrites the logits by theirs, and those of hidden, weight and bias are added
-    to `gradients`. Logits are without padding of the vocabulary.
+    Where gradients are wanted, of_logits overwrites the logits by theirs, and those of hidden, weight and bias are
+    added to `gradients`. Logits are without padding of the vocabulary.
     """
     own = max(min(head.classes - head.class_start, len(weight)), 0)  # rows of the weight without padding
     weight, bias = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
@@ -186,24 +189,6 @@ class Gradients:
         ]
 
 
-def may_overwrite(ctx, *incoming):
-    """In a backward: whether the saved tensors, which it has read, have no other user, so that they can be returned.
-
-    ctx.saved_alone: whether the forward saved them where no hook has seen them.
-    """
-    return (
-        ctx.saved_alone
-        and not torch.compiler.is_compiling()
-        and not _torch_private.keeps_graph()
-        and not any(_torch_private.is_legacy_batch(x) or autograd.is_transformed(x) for x in incoming)
-    )
-
-
-def is_saved_alone():
-    """In a forward: whether tensors that it saves are kept as they are, for its own backward only."""
-    return not torch.compiler.is_compiling() and not _torch_private.saved_tensors_have_hooks()
-
-
 def times(x, factor, dtype, overwrites):
     """x times a float32 number, rounded once to `dtype`; None for None.
 
@@ -242,8 +227,8 @@ class Deferred(torch.autograd.Function):
 
     rule: an object with values(logits, labels, scale, head) -> float tensors (rows,), of which the first `outputs` are
         results, all or some of them with a gradient, and the others are kept for the backward; and with
-        overwrite(logits, labels, scale, kept, incoming, head), which replaces logits by their gradient. scale is the part of
-        `scale` (all rows,) for these rows, or None.
+        overwrite(logits, labels, scale, kept, incoming, head), which replaces logits by their gradient. scale is the
+        part of `scale` (all rows,) for these rows, or None.
     """
 
     @staticmethod

@@ -220,8 +220,7 @@ def cross_entropy_of_logits(
         num_classes = checks.whole("num_classes", num_classes)
         limit = logits.shape[-1] * (1 if process_group is None else dist.get_world_size(process_group))
         checks.number("num_classes", num_classes, 0 < num_classes <= limit, "from 1 to {}, the logits", limit)
-    softcap = checks.as_float("softcap", softcap)
-    checks.number("softcap", softcap, softcap >= 0, "at least 0")
+    softcap = _linear_head.check_softcap(softcap)
     logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
     losses, z_losses, count = xentropy.cross_entropy(
         logits.flatten(0, -2),
@@ -347,7 +346,7 @@ class _AtOnce(torch.autograd.Function):
         reduction = "mean" if mean else "sum"
         loss, z_loss = (_reduced(x, token_weights, total, reduction, None) for x in (losses, z_losses))
         ctx.save_for_backward(loss, left, *found)
-        ctx.saved_alone = _linear_head.is_saved_alone()
+        ctx.saved_alone = autograd.is_saved_alone()
         ctx.mark_non_differentiable(z_loss)
         return loss, z_loss
 
@@ -357,7 +356,7 @@ class _AtOnce(torch.autograd.Function):
         if dloss is None:
             return (None,) * 8
         _, left, *found = ctx.saved_tensors
-        overwrites = _linear_head.may_overwrite(ctx, dloss)
+        overwrites = ctx.saved_alone and autograd.may_overwrite_saved(dloss)
         if overwrites:
             ctx.maybe_clear_saved_tensors()  # else autograd would copy what it is given
         factor = dloss.float() if left is None else dloss.float() * left

@@ -1,0 +1,174 @@
+"""Log-probabilities in Triton, with fp32 maths. Arguments as in `flash_attn._ops.log_probs`."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def fwd(logits, labels, scale, softcap, class_start):
+    """Returns (own, lse, mean). A program takes a row and reads it once."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, vocab = logits.shape
+    own, lse, mean = logits.new_empty(3, rows, dtype=torch.float64).unbind()
+    if rows > 0:
+        log_probs_fwd_kernel[(rows,)](
+            own,
+            lse,
+            mean,
+            logits,
+            labels,
+            scale,
+            logits.stride(0),
+            labels.stride(0),
+            scale.stride(0),
+            vocab,
+            softcap,
+            class_start,
+            CAPPED=softcap > 0,
+            BLOCK=_block(vocab, 8192),
+            num_warps=8,
+        )
+    return own, lse, mean
+
+
+def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, softcap, class_start):
+    """Replace logits by dlogits."""
+    out = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, vocab = out.shape
+    block = _block(vocab, 4096)
+    of_rows = labels, scale, lse, mean, dlog_probs, dentropy, dlse
+    if out.numel() > 0:
+        log_probs_bwd_kernel[(rows, triton.cdiv(vocab, block))](
+            out,
+            *of_rows,
+            out.stride(0),
+            *(x.stride(0) for x in of_rows),
+            vocab,
+            softcap,
+            class_start,
+            CAPPED=softcap > 0,
+            BLOCK=block,
+            num_warps=8,
+        )
+    if out is not logits:
+        logits.copy_(out)
+
+
+@triton.jit
+def log_probs_fwd_kernel(
+    own,
+    lse,
+    mean,
+    logits,
+    labels,
+    scales,
+    logits_stride,
+    labels_stride,
+    scales_stride,
+    vocab,
+    softcap,
+    class_start,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    label = tl.load(labels + row * labels_stride).to(tl.int64)
+    of_label, of_all, of_mean = tl.zeros((), tl.float64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    if label >= 0:
+        scale = tl.load(scales + row * scales_stride)
+        # The largest logit is finite at first, so that differences of two of them are numbers.
+        largest, total, spread = -3.402823e38, 0.0, 0.0
+        for start in range(0, vocab, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            logit = tl.load(logits + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+            if CAPPED:
+                logit = tl.where(column < vocab, softcap * _tanh(logit / softcap), float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(logit))
+            step = (largest - new_largest) * scale
+            factor = tl.exp(step)
+            spread = factor * (spread + tl.where(total > 0, total * step, 0.0))
+            below = (logit - new_largest) * scale
+            weight = tl.exp(below)
+            total = factor * total + tl.sum(weight)
+            spread += tl.sum(tl.where(weight > 0, weight * below, 0.0))
+            largest = new_largest
+        centre = largest.to(tl.float64) * scale
+        of_all = centre + tl.log(total)
+        of_mean = centre + tl.where(total > 0, spread / total, 0.0)
+        column_of_label = label - class_start
+        if (column_of_label >= 0) & (column_of_label < vocab):
+            logit_of_label = tl.load(logits + column_of_label).to(tl.float32)
+            if CAPPED:
+                logit_of_label = softcap * _tanh(logit_of_label / softcap)
+            of_label = centre + (logit_of_label - largest) * scale
+    tl.store(own + row, of_label)
+    tl.store(lse + row, of_all)
+    tl.store(mean + row, of_mean)
+
+
+@triton.jit
+def log_probs_bwd_kernel(
+    logits,
+    labels,
+    scales,
+    lse,
+    mean,
+    dlog_probs,
+    dentropy,
+    dlse,
+    logits_stride,
+    labels_stride,
+    scales_stride,
+    lse_stride,
+    mean_stride,
+    dlog_probs_stride,
+    dentropy_stride,
+    dlse_stride,
+    vocab,
+    softcap,
+    class_start,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    pointers = logits + row * logits_stride + column
+    label = tl.load(labels + row * labels_stride).to(tl.int64)
+    gradient = tl.zeros((BLOCK,), tl.float32)
+    if label >= 0:
+        scale = tl.load(scales + row * scales_stride)
+        row_lse = tl.load(lse + row * lse_stride)
+        # The lse is scale * centre + rest, of which float32 loses nothing: the centre is near the large logits.
+        centre = (row_lse / scale).to(tl.float32)
+        at_centre = centre.to(tl.float64) * scale
+        rest = (row_lse - at_centre).to(tl.float32)
+        offset = (tl.load(mean + row * mean_stride) - at_centre).to(tl.float32)
+        of_label = tl.load(dlog_probs + row * dlog_probs_stride)
+        of_entropy = tl.load(dentropy + row * dentropy_stride)
+        of_lse = tl.load(dlse + row * dlse_stride)
+        logit = tl.load(pointers, mask=inside, other=0).to(tl.float32)
+        if CAPPED:
+            tanh = _tanh(logit / softcap)
+            logit = softcap * tanh
+        below = (logit - centre) * scale
+        p = tl.exp(below - rest)
+        gradient = p * (of_lse - of_label - of_entropy * tl.where(p > 0, below - offset, 0.0))
+        gradient += tl.where(column == label - class_start, of_label, 0.0)
+        gradient *= scale
+        if CAPPED:
+            gradient *= 1 - tanh * tanh
+    tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tanh(x):
+    """Of small numbers by its series, where 1 - 2 / (exp(2 x) + 1) would lose digits."""
+    square = x * x
+    series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(tl.abs(x) < 0.1, series, 1 - 2 / (tl.exp(2 * x) + 1))
+
+
+def _block(vocab, most):
+    return min(max(triton.next_power_of_2(vocab), 16), most)
