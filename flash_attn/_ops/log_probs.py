@@ -1,16 +1,15 @@
 """Log-probabilities, their entropy and their normalizer, of logits and labels. The ops:
 
-    log_probs_fwd(logits, labels, scale, softcap, class_start) -> (own, lse, mean)
-    log_probs_bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, softcap, class_start)
+    log_probs_fwd(logits, labels, scale, class_start) -> (own, lse, mean)
+    log_probs_bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, class_start)
 
 logits            (rows, vocab), fp32, fp16 or bf16: columns class_start .. class_start + vocab of all classes
 labels            (rows,) int32 or int64: a class, or a negative number for a row that does not count
 scale             (rows,) fp32, positive: the inverse of a temperature
-softcap           above 0, logits z become softcap tanh(z / softcap)
 own, lse, mean    (rows,) fp64, 0 for rows that do not count
 dlog_probs, dentropy, dlse    (rows,) fp32: gradients of the log-probability, the entropy and the lse
 
-With s = scale * logits (after softcap), the label y, and sums over these columns,
+With s = scale * logits, the label y, and sums over these columns,
 
     lse = log sum_j exp(s_j)     own = s_y, or 0 if y is not among these columns     mean = sum_j exp(s_j - lse) s_j
 
@@ -18,7 +17,7 @@ so that own - lse is the log-probability of the label, and lse - mean the entrop
 small differences of numbers that may be large; `joined` makes those of all columns from those of parts. bwd_ takes the
 lse and mean of all columns, and replaces the logits by their gradient: with p_j = exp(s_j - lse),
 
-    dlogits_j = scale (dlog_probs [j = y] + p_j (dlse - dlog_probs - dentropy (s_j - mean))) (1 - tanh^2)
+    dlogits_j = scale (dlog_probs [j = y] + p_j (dlse - dlog_probs - dentropy (s_j - mean)))
 """
 
 import math
@@ -30,11 +29,11 @@ from flash_attn._ops import autograd, checks, collectives, triton, xentropy
 from flash_attn._reference import log_probs as reference
 
 
-def of_all_parts(logits, labels, scale, softcap, class_start, group):
+def of_all_parts(logits, labels, scale, class_start, group):
     """Returns `fwd` of all classes, of which each process of the group, if there is one, has a part."""
     if autograd.is_transformed(logits):  # in operations that have derivatives
-        return reference.fwd(logits, labels, scale, softcap, class_start)
-    results = fwd(logits, labels, scale, softcap, class_start)
+        return reference.fwd(logits, labels, scale, class_start)
+    results = fwd(logits, labels, scale, class_start)
     if group is None:
         return results
     parts, _ = collectives.gather_rows(torch.stack(results, 1), group)
@@ -43,7 +42,7 @@ def of_all_parts(logits, labels, scale, softcap, class_start, group):
 
 def inverse_of(temperature, labels):
     """Check the temperature; return 1 / temperature for each row, in float32."""
-    if not isinstance(temperature, torch.Tensor) or temperature.dim() == 0 and not temperature.is_cuda:
+    if not isinstance(temperature, torch.Tensor) or (temperature.dim() == 0 and not temperature.is_cuda):
         temperature = checks.as_float("temperature", temperature)
         checks.number("temperature", temperature, 0 < temperature < math.inf, "above 0 and finite")
         return labels.new_full((), 1 / temperature, dtype=torch.float32).expand(labels.numel())
@@ -77,7 +76,7 @@ def _fwd_fake(logits, labels, *_):
 
 
 fwd = _library.define(
-    "log_probs_fwd(Tensor logits, Tensor labels, Tensor scale, float softcap, SymInt class_start)"
+    "log_probs_fwd(Tensor logits, Tensor labels, Tensor scale, SymInt class_start)"
     " -> (Tensor own, Tensor lse, Tensor mean)",
     reference=reference.fwd,
     fake=_fwd_fake,
@@ -85,7 +84,7 @@ fwd = _library.define(
 )
 bwd_ = _library.define(
     "log_probs_bwd_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor lse, Tensor mean, Tensor dlog_probs, "
-    "Tensor dentropy, Tensor dlse, float softcap, SymInt class_start) -> ()",
+    "Tensor dentropy, Tensor dlse, SymInt class_start) -> ()",
     reference=reference.bwd_,
     fake=lambda *_: None,
     triton=triton.launch("log_probs", "bwd_"),

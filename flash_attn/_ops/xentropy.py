@@ -107,7 +107,7 @@ def cross_entropy(
     at_once = at_once and invariance.level() == 0  # a kernel that adds up a row in another order
     if at_once and _serves_at_once(logits, in_place):
         _, _, *options = rest
-        count = count_of(labels, classes, ignore_index) if reduction == "mean" else None
+        count = is_kept(labels, ignore_index, classes).sum() if reduction == "mean" else None
         dloss = (expectation or Expectation()).dloss(labels)
         expected = dloss.clone() if count is None else dloss / count  # not what a backward will write to
         losses, z_losses = _BothAtOnce.apply(logits, labels, expected.expand(labels.shape), options, in_place)
@@ -178,11 +178,6 @@ def is_kept(labels, ignore_index, classes):
     return kept & (labels != ignore_index) if 0 <= ignore_index < classes else kept
 
 
-def count_of(labels, classes, ignore_index):
-    """How many rows count, as a tensor."""
-    return is_kept(labels, ignore_index, classes).sum()
-
-
 def check(logits, labels, label_smoothing):
     """Check the arguments that all cross entropy functions share. Returns label_smoothing as a float."""
     checks.tensor("logits", logits, dtypes=DTYPES)
@@ -229,11 +224,6 @@ def check_transform(group, *tensors):
             "process_group must be None, or of one process, in forward mode and in transforms of torch.func: "
             f"found a group of {dist.get_world_size(group)} processes"
         )
-
-
-def without_others(x, labels, ignore_index, classes):
-    """Returns x (rows, features) with zeros in rows that do not count: a NaN there must not reach any gradient."""
-    return torch.where(reference.is_kept(labels, ignore_index, classes)[:, None], x, 0)
 
 
 def forward(logits, rest, group):

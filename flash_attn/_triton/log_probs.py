@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-def fwd(logits, labels, scale, softcap, class_start):
+def fwd(logits, labels, scale, class_start):
     """Returns (own, lse, mean). A program takes a row and reads it once."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
@@ -22,16 +22,14 @@ def fwd(logits, labels, scale, softcap, class_start):
             labels.stride(0),
             scale.stride(0),
             vocab,
-            softcap,
             class_start,
-            CAPPED=softcap > 0,
             BLOCK=_block(vocab, 8192),
             num_warps=8,
         )
     return own, lse, mean
 
 
-def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, softcap, class_start):
+def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, class_start):
     """Replace logits by dlogits."""
     out = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = out.shape
@@ -44,9 +42,7 @@ def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, softcap, 
             out.stride(0),
             *(x.stride(0) for x in of_rows),
             vocab,
-            softcap,
             class_start,
-            CAPPED=softcap > 0,
             BLOCK=block,
             num_warps=8,
         )
@@ -66,9 +62,7 @@ def log_probs_fwd_kernel(
     labels_stride,
     scales_stride,
     vocab,
-    softcap,
     class_start,
-    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -82,8 +76,6 @@ def log_probs_fwd_kernel(
         for start in range(0, vocab, BLOCK):
             column = start + tl.arange(0, BLOCK)
             logit = tl.load(logits + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-            if CAPPED:
-                logit = tl.where(column < vocab, softcap * _tanh(logit / softcap), float("-inf"))
             new_largest = tl.maximum(largest, tl.max(logit))
             step = (largest - new_largest) * scale
             factor = tl.exp(step)
@@ -99,8 +91,6 @@ def log_probs_fwd_kernel(
         column_of_label = label - class_start
         if (column_of_label >= 0) & (column_of_label < vocab):
             logit_of_label = tl.load(logits + column_of_label).to(tl.float32)
-            if CAPPED:
-                logit_of_label = softcap * _tanh(logit_of_label / softcap)
             of_label = centre + (logit_of_label - largest) * scale
     tl.store(own + row, of_label)
     tl.store(lse + row, of_all)
@@ -126,9 +116,7 @@ def log_probs_bwd_kernel(
     dentropy_stride,
     dlse_stride,
     vocab,
-    softcap,
     class_start,
-    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -148,26 +136,12 @@ def log_probs_bwd_kernel(
         of_label = tl.load(dlog_probs + row * dlog_probs_stride)
         of_entropy = tl.load(dentropy + row * dentropy_stride)
         of_lse = tl.load(dlse + row * dlse_stride)
-        logit = tl.load(pointers, mask=inside, other=0).to(tl.float32)
-        if CAPPED:
-            tanh = _tanh(logit / softcap)
-            logit = softcap * tanh
-        below = (logit - centre) * scale
+        below = (tl.load(pointers, mask=inside, other=0).to(tl.float32) - centre) * scale
         p = tl.exp(below - rest)
         gradient = p * (of_lse - of_label - of_entropy * tl.where(p > 0, below - offset, 0.0))
         gradient += tl.where(column == label - class_start, of_label, 0.0)
         gradient *= scale
-        if CAPPED:
-            gradient *= 1 - tanh * tanh
     tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _tanh(x):
-    """Of small numbers by its series, where 1 - 2 / (exp(2 x) + 1) would lose digits."""
-    square = x * x
-    series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
-    return tl.where(tl.abs(x) < 0.1, series, 1 - 2 / (tl.exp(2 * x) + 1))
 
 
 def _block(vocab, most):

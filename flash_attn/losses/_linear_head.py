@@ -12,11 +12,13 @@ import torch.distributed as dist
 from flash_attn._ops import autograd, checks, fused_dense, invariance, linear, xentropy
 from flash_attn.utils.distributed import all_gather
 
-# Bytes of logits that are held at a time where no argument says otherwise, and no gradient of the weight needs more.
-# Fewer rows make products slower; all of them would be no fewer bytes than without this module.
-BYTES = 2**29
+# Bytes of logits that are held at a time where no argument says otherwise and the weight has no gradient. With one,
+# they may take the SHARE-th part of a GPU's memory, elsewhere ON_CPU bytes: several products need sums in float32 and
+# are slower, and all the logits at once are still a third of what autograd holds without this module.
+BYTES, SHARE, ON_CPU = 2**29, 8, 2**30
 _MULTIPLE = 128  # rows, of which the tiles of a product are made
-_PIECE = 2**24  # elements of a gradient that are in float32 at a time, while it is scaled and rounded
+_PARTS = 8  # of some rows of logits, of which one is in float32 at a time, while they are capped
+_PIECE = 2**24  # elements that are in float32 at a time, while they are scaled and rounded
 
 
 class Head(NamedTuple):
@@ -46,8 +48,11 @@ def prepare(
     process_group,
     sequence_parallel,
 ):
-    """Check the arguments that all functions of a head share. Returns ((hidden, weight, bias), labels, head), where
-    hidden is gathered, (rows, features), and labels are (rows,)."""
+    """Check the arguments that all functions of a head share.
+
+    Returns ((hidden, weight, bias), labels, kept, head), where hidden is gathered, (rows, features), and labels are
+    (rows,), as is kept: whether each counts.
+    """
     world_size, rank = 1, 0
     if process_group is not None:
         world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
@@ -68,7 +73,8 @@ def prepare(
     rows = rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes)
     ignore_index = checks.whole("ignore_index", ignore_index)
     head = Head(dtype, classes, rank * len(weight), ignore_index, softcap, rows, group, not sequence_parallel)
-    return (hidden.flatten(0, -2), weight, bias), labels.flatten(), head
+    labels = labels.flatten()
+    return (hidden.flatten(0, -2), weight, bias), labels, xentropy.is_kept(labels, ignore_index, classes), head
 
 
 def check_softcap(softcap):
@@ -86,27 +92,39 @@ def rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes):
         chunk_size = checks.whole("chunk_size", chunk_size)
         checks.number("chunk_size", chunk_size, chunk_size > 0, "positive")
         return chunk_size
-    # With a softcap its derivative is held beside the logits; at a level of batch invariance, a copy with aligned rows.
-    of_row = max(len(weight), 1) * dtype.itemsize * (2 if softcap > 0 or invariance.level() else 1)
+    vocab = max(len(weight), 1)
+    # At a level of batch invariance, a copy with aligned rows is made. What a softcap needs beside the logits is a part
+    # of them in float32, twice; see `_capped`.
+    of_row = vocab * dtype.itemsize * (2 if invariance.level() else 1)
+    besides = 8 * vocab if softcap > 0 else 0
+    of_row += besides // _PARTS
     tokens = max(hidden.numel() // max(hidden.shape[-1], 1), 1)
     if chunk_bytes is not None:
         chunk_bytes = checks.whole("chunk_bytes", chunk_bytes)
         what = "at least {}, the logits of a token"
-        checks.number("chunk_bytes", chunk_bytes, chunk_bytes >= of_row, what, of_row)
-        most = chunk_bytes // of_row
+        checks.number("chunk_bytes", chunk_bytes, chunk_bytes >= of_row + besides, what, of_row + besides)
+        most = (chunk_bytes - besides) // of_row
         most = most // _MULTIPLE * _MULTIPLE or most
     else:
-        most = BYTES // of_row
+        limit = BYTES
         if torch.is_grad_enabled() and weight.requires_grad:
             # Several products need sums of the gradient in float32 beside it; logits may take as much in their place.
-            most = max(most, weight.numel() * 4 // of_row)
-        most = max(most // _MULTIPLE, 1) * _MULTIPLE
+            limit = max(weight.numel() * 4, _share_of(hidden.device.type, hidden.device.index))
+        most = max(limit // of_row // _MULTIPLE, 1) * _MULTIPLE
     chunks = -(-tokens // most)
     # Chunks are of equal sizes, rather than a small one at the end.
     return min(-(-tokens // chunks // _MULTIPLE) * _MULTIPLE, most)
 
 
-def run(hidden, weight, bias, labels, head, of_logits, gradients=None):
+@torch.compiler.assume_constant_result
+def _share_of(kind, index):
+    """The bytes of logits that a device may hold."""
+    if kind != "cuda":
+        return ON_CPU
+    return torch.cuda.get_device_properties(index).total_memory // SHARE
+
+
+def run(hidden, weight, bias, labels, kept, head, of_logits, gradients=None):
     """Returns what of_logits(logits, labels, rows) gives for some rows after the other: float32 of each row, joined.
 
     Where gradients are wanted, of_logits overwrites the logits by theirs, and those of hidden, weight and bias are
@@ -117,22 +135,20 @@ def run(hidden, weight, bias, labels, head, of_logits, gradients=None):
     results = []
     for start in range(0, max(len(hidden), 1), head.rows):
         rows = slice(start, start + head.rows)
-        y = labels[rows]
-        x = xentropy.without_others(hidden[rows].to(head.dtype), y, head.ignore_index, head.classes)
+        # Zeros in rows that do not count: a NaN there must not reach any gradient.
+        x = torch.where(kept[rows, None], hidden[rows].to(head.dtype), 0)
         logits = linear.product(x, weight, bias)
         if invariance.level():
             logits = invariance.with_aligned_rows(logits)
-        real, slope = logits[:, :own], None
-        if head.softcap > 0 and gradients is None:
-            real = head.softcap * torch.tanh(real / head.softcap)
-        elif head.softcap > 0:
-            real.div_(head.softcap).tanh_()
-            slope = real.square().neg_().add_(1)  # the derivative of tanh, from its value
-            real.mul_(head.softcap)
-        results.append(of_logits(real, y, rows))
+        real = logits[:, :own]
+        if head.softcap > 0:
+            step = max(min(head.rows, len(hidden)) // _PARTS, 1)
+            for at in range(0, max(len(real), 1), step):
+                part = slice(start + at, min(start + at + step, rows.stop))
+                results.append(_capped(real[at : at + step], labels, part, head.softcap, of_logits, gradients))
+        else:
+            results.append(of_logits(real, labels[rows], rows))
         if gradients is not None:
-            if slope is not None:
-                real.mul_(slope)
             if own < len(weight):
                 logits[:, own:] = 0
             gradients.add(rows, logits, x, weight)
@@ -141,11 +157,21 @@ def run(hidden, weight, bias, labels, head, of_logits, gradients=None):
     return tuple(map(torch.cat, zip(*results)))
 
 
+def _capped(logits, labels, rows, softcap, of_logits, gradients):
+    """What of_logits gives for softcap * tanh(logits / softcap), in float32; then their gradient is that of logits."""
+    tanh = torch.tanh(logits.float() / softcap)
+    capped = softcap * tanh
+    results = of_logits(capped, labels[rows], rows)
+    if gradients is not None:
+        logits.copy_(tanh.square_().neg_().add_(1).mul_(capped))
+    return results
+
+
 class Gradients:
     """The gradients of hidden, weight and bias: sums over all rows, to which some rows are added at a time.
 
-    Sums of several products, and those of a weight in float32, are in float32. Those of a float16 weight are, too, so
-    that the backward can still scale what would be too large or too small.
+    Sums of several products, and those for a weight in float32, are in float32. So is all in float16, where the
+    backward still has to scale what would be too large or too small.
     """
 
     def __init__(self, hidden, weight, bias, wanted, head):
@@ -157,16 +183,20 @@ class Gradients:
         self.group = head.group if head.sums_hidden else None
         self.hidden = self.weight = self.bias = None
         if wanted[0] and not self.one:
-            self.hidden = hidden.new_empty(hidden.shape, dtype=head.dtype)
+            self.hidden = hidden.new_empty(hidden.shape, dtype=torch.float32 if self.rounds_late else head.dtype)
 
     def add(self, rows, dlogits, hidden, weight):
         if self.wanted[0]:
-            if self.one:
-                self.hidden = dlogits @ weight
-            elif torch.compiler.is_compiling():
-                self.hidden[rows] = dlogits @ weight
+            if self.rounds_late:
+                product = linear.add_product(None, dlogits, weight)
+            elif self.one or torch.compiler.is_compiling():
+                product = dlogits @ weight
             else:
-                torch.mm(dlogits, weight, out=self.hidden[rows])
+                product = torch.mm(dlogits, weight, out=self.hidden[rows])
+            if self.one:
+                self.hidden = product
+            elif self.rounds_late or torch.compiler.is_compiling():
+                self.hidden[rows] = product
         if self.wanted[1] and self.sums_in_float32:
             self.weight = linear.add_product(self.weight, dlogits.t(), hidden)
         elif self.wanted[1]:
@@ -176,29 +206,53 @@ class Gradients:
             self.bias = bias if self.bias is None else self.bias.add_(bias)
 
     def finish(self):
-        """Returns the three gradients, None where they are not wanted, in the dtypes of hidden, weight and bias; but in
-        float16 the latter two still have their sums."""
+        """Returns the three gradients, None where they are not wanted, in the dtypes of hidden, weight and bias; but of
+        float16 the sums, in float32."""
         if self.group is not None and self.hidden is not None:
             dist.all_reduce(self.hidden, group=self.group)
-        kept = (0,) if self.rounds_late else (0, 1, 2)
-        gradients = self.hidden, self.weight, self.bias
+        found = [self.hidden, self.weight, self.bias]
         self.hidden = self.weight = self.bias = None
-        return [
-            x.to(dtype) if x is not None and i in kept else x
-            for i, (x, dtype) in enumerate(zip(gradients, self.dtypes))
-        ]
+        return found if self.rounds_late else rounded(found, self.dtypes)
 
 
-def times(x, factor, dtype, overwrites):
-    """x times a float32 number, rounded once to `dtype`; None for None.
+def rounded(gradients, dtypes):
+    """Each gradient in its dtype; None for None."""
+    for i, dtype in enumerate(dtypes):
+        gradients[i] = None if gradients[i] is None else gradients[i].to(dtype)  # which frees the one before
+    return gradients
 
-    overwrites: x itself may take the result. On a GPU it is then neither read nor written if the number is 1.
+
+def scaled(gradients, factor, dtypes, overwrites):
+    """Each gradient times a float32 number, rounded once to its dtype; None for None.
+
+    overwrites: they may be overwritten. On a GPU, one in its dtype is then neither read nor written if the number is 1.
     """
-    if x is None:
-        return None
-    if overwrites and x.dtype == dtype and x.is_contiguous():
-        _scale_(x, factor)
-        return x
+    one, counts = factor.new_ones(()), factor.new_ones((), dtype=torch.bool)
+    results = []
+    for x, dtype in zip(gradients, dtypes):
+        if x is None:
+            results.append(None)
+        elif overwrites and x.dtype == dtype and x.is_contiguous():
+            _scale_(x, factor, one, counts)
+            results.append(x)
+        else:
+            results.append(_scaled(x, factor, dtype))
+    return results
+
+
+def _scale_(x, *numbers):
+    """Multiply x by a number, by the kernel that compares it on the device with what was expected, and may end there.
+
+    A few thousand thread blocks are enough to fill a GPU, and take no time if all that they do is to compare.
+    """
+    flat, blocks = x.view(-1), 4096
+    even = x.numel() // blocks * blocks
+    for part, rows in ((flat[:even], blocks), (flat[even:], 1)):
+        if part.numel() > 0:
+            xentropy.scale_(part.view(rows, -1), *(number.expand(rows) for number in numbers))
+
+
+def _scaled(x, factor, dtype):
     if x.dtype == dtype == torch.float32 or x.numel() <= _PIECE or torch.compiler.is_compiling():
         return (x.float() * factor).to(dtype)
     out, rows = torch.empty_like(x, dtype=dtype), max(_PIECE // max(x[:1].numel(), 1), 1)
@@ -207,34 +261,19 @@ def times(x, factor, dtype, overwrites):
     return out
 
 
-def _scale_(x, factor):
-    """Multiply a contiguous x by a number, by the kernel that compares it with 1 on the device and then ends.
-
-    A few thousand thread blocks are enough to fill a GPU, and take no time if all that they do is to compare.
-    """
-    flat, blocks = x.view(-1), 4096
-    even = x.numel() // blocks * blocks
-    for part, rows in ((flat[:even], blocks), (flat[even:], 1)):
-        if part.numel() > 0:
-            one = factor.new_ones(()).expand(rows)
-            xentropy.scale_(
-                part.view(rows, -1), factor.expand(rows), one, one.new_ones((), dtype=torch.bool).expand(rows)
-            )
-
-
 class Deferred(torch.autograd.Function):
     """Values of each row whose gradient comes only with the backward, which computes the logits again.
 
     rule: an object with values(logits, labels, scale, head) -> float tensors (rows,), of which the first `outputs` are
-        results, all or some of them with a gradient, and the others are kept for the backward; and with
-        overwrite(logits, labels, scale, kept, incoming, head), which replaces logits by their gradient. scale is the
+        results, all or some of them with a gradient, and the others are stored for the backward; and with
+        overwrite(logits, labels, scale, stored, incoming, head), which replaces logits by their gradient. scale is the
         part of `scale` (all rows,) for these rows, or None.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, scale, head, rule):
-        values = of_each_row(hidden, weight, bias, labels, scale, head, rule)
-        ctx.save_for_backward(hidden, weight, bias, labels, scale, *values[rule.outputs :])
+    def forward(ctx, hidden, weight, bias, labels, kept, scale, head, rule):
+        values = of_each_row(hidden, weight, bias, labels, kept, scale, head, rule)
+        ctx.save_for_backward(hidden, weight, bias, labels, kept, scale, *values[rule.outputs :])
         ctx.head, ctx.rule = head, rule
         ctx.set_materialize_grads(False)
         outputs = values[: rule.outputs]
@@ -245,8 +284,8 @@ class Deferred(torch.autograd.Function):
     @autograd.once_differentiable
     def backward(ctx, *incoming):
         if all(x is None for x in incoming):
-            return (None,) * 7
-        hidden, weight, bias, labels, scale, *kept = ctx.saved_tensors
+            return (None,) * 8
+        hidden, weight, bias, labels, kept, scale, *stored = ctx.saved_tensors
         head, rule = ctx.head, ctx.rule
         incoming = [
             labels.new_zeros(labels.shape, dtype=torch.float32) if x is None else x
@@ -256,20 +295,20 @@ class Deferred(torch.autograd.Function):
 
         def overwrite(logits, y, rows):
             each = None if scale is None else scale[rows]
-            rule.overwrite(logits, y, each, [x[rows] for x in kept], [x[rows] for x in incoming], head)
+            rule.overwrite(logits, y, each, [x[rows] for x in stored], [x[rows] for x in incoming], head)
 
-        run(hidden, weight, bias, labels, head, overwrite, gradients)
-        found = gradients.finish()
-        return *(x if x is None else x.to(dtype) for x, dtype in zip(found, gradients.dtypes)), *(None,) * 4
+        run(hidden, weight, bias, labels, kept, head, overwrite, gradients)
+        return *rounded(gradients.finish(), gradients.dtypes), *(None,) * 5
 
 
-def of_each_row(hidden, weight, bias, labels, scale, head, rule):
+def of_each_row(hidden, weight, bias, labels, kept, scale, head, rule):
     """The values of `rule` for all rows, without a gradient of this module's."""
     return run(
         hidden,
         weight,
         bias,
         labels,
+        kept,
         head,
         lambda logits, y, rows: rule.values(logits, y, None if scale is None else scale[rows], head),
     )

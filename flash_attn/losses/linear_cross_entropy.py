@@ -3,9 +3,9 @@
     loss = linear_cross_entropy(hidden, weight, labels)        # cross_entropy(hidden @ weight.T, labels)
 
 Logits are computed for some rows at a time, and turned into gradients of hidden and weight immediately. Only these two
-gradients are kept for the backward, not the logits. With 32768 tokens and 50304 classes in 16 bits, the logits would
-take 3.3 GB, and their gradient the same. With the logits z of a token (after softcap), its label y, s = logit_scale z
-and e = label_smoothing over V classes,
+gradients are kept for the backward, not the logits. With 32768 tokens and 50304 classes in 16 bits, the logits take 3.3
+GB, and autograd would hold them three times; chunk_bytes says how much of them there may be at a time. With the logits
+z of a token (after softcap), its label y, s = logit_scale z and e = label_smoothing over V classes,
 
     loss = (1 - e) (lse - s_y) + e / V sum_j (lse - s_j) + lse_square_scale lse^2          lse = log sum_j exp(s_j)
 
@@ -59,9 +59,9 @@ def linear_cross_entropy(
             of the losses: the backward computes the logits again, a fourth product of the same size. A sum or mean
             with token_weights does without.
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
-        chunk_size: how many rows of logits are held at a time. By default at most 512 MiB of logits, or, where the
-            weight has a gradient, as many as its sums in float32 would take: up to 2 * features tokens in 16 bits are
-            one chunk, which needs no such sums.
+        chunk_size: how many rows of logits are held at a time. By default as many as take an eighth of the GPU's memory
+            (1 GiB elsewhere), or what float32 sums of the gradient of the weight would: one chunk needs no such sums
+            and is the fastest. Where the weight has no gradient, 512 MiB of logits.
         process_group: a group of processes that divide the rows of the weight among them. num_classes counts the
             classes of all processes. With sequence_parallel the first dimension of hidden is divided too, and is
             gathered; labels are given for all of the gathered hidden.
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     """
     _check_reduction(reduction)
     checks.flags(return_z_loss=return_z_loss, sequence_parallel=sequence_parallel)
-    tensors, flat, head = _linear_head.prepare(
+    tensors, flat, kept, head = _linear_head.prepare(
         hidden,
         weight,
         labels,
@@ -105,13 +105,13 @@ def linear_cross_entropy(
     plain = not torch.is_grad_enabled() or autograd.is_transformed(*tensors)
     if plain or reduction == "none":
         if plain:
-            losses, z_losses, *_ = _linear_head.of_each_row(*tensors, flat, None, head, rule)
+            losses, z_losses, *_ = _linear_head.of_each_row(*tensors, flat, kept, None, head, rule)
         else:
-            losses, z_losses = _linear_head.Deferred.apply(*tensors, flat, None, head, rule)
-        total = _total(flat, token_weights, head.classes, head.ignore_index) if reduction == "mean" else None
+            losses, z_losses = _linear_head.Deferred.apply(*tensors, flat, kept, None, head, rule)
+        total = _total(kept, token_weights) if reduction == "mean" else None
         loss, z_loss = (_reduced(x, token_weights, total, reduction, labels.shape) for x in (losses, z_losses))
     else:
-        loss, z_loss = _AtOnce.apply(*tensors, flat, token_weights, head, rule, reduction == "mean")
+        loss, z_loss = _AtOnce.apply(*tensors, flat, kept, token_weights, head, rule, reduction == "mean")
     return (loss, z_loss) if return_z_loss else loss
 
 
@@ -239,7 +239,7 @@ def cross_entropy_of_logits(
     if token_weights is not None and reduction == "mean":
         parts = 1 if process_group is None else dist.get_world_size(process_group)
         classes = parts * logits.shape[-1] if num_classes is None else num_classes
-        count = _total(labels.flatten(), token_weights, classes, ignore_index)
+        count = _total(xentropy.is_kept(labels.flatten(), ignore_index, classes), token_weights)
     loss, z_loss = (_reduced(x, token_weights, count, reduction, labels.shape) for x in (losses, z_losses))
     return (loss, z_loss) if return_z_loss else loss
 
@@ -264,11 +264,9 @@ def _check_token_weights(token_weights, labels):
     return token_weights.flatten().float()
 
 
-def _total(labels, token_weights, classes, ignore_index):
+def _total(kept, token_weights):
     """What a mean is divided by: the number of rows that count, or the sum of their weights."""
-    if token_weights is None:
-        return xentropy.count_of(labels, classes, ignore_index)
-    return torch.where(xentropy.is_kept(labels, ignore_index, classes), token_weights, 0).sum()
+    return kept.sum() if token_weights is None else torch.where(kept, token_weights, 0).sum()
 
 
 def _reduced(losses, token_weights, total, reduction, shape):
@@ -297,8 +295,8 @@ class _Rule(NamedTuple):
         losses, z_losses, lse, _ = xentropy.forward(logits, (labels, None, *self.options(head)), head.group)
         return losses, z_losses, lse
 
-    def overwrite(self, logits, labels, _, kept, incoming, head):
-        (lse,), (dlosses,) = kept, incoming
+    def overwrite(self, logits, labels, _, stored, incoming, head):
+        (lse,), (dlosses,) = stored, incoming
         xentropy.bwd_(dlosses, logits, labels, lse, *self.options(head))
 
     def values_and_overwrite(self, dlosses, logits, labels, head):
@@ -322,13 +320,13 @@ class _AtOnce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, token_weights, head, rule, mean):
+    def forward(ctx, hidden, weight, bias, labels, kept, token_weights, head, rule, mean):
         ctx.set_materialize_grads(False)
         wanted = ctx.needs_input_grad[:3]
-        total = _total(labels, token_weights, head.classes, head.ignore_index) if mean else None
+        total = _total(kept, token_weights) if mean else None
         gradients = _linear_head.Gradients(hidden, weight, bias, wanted, head) if any(wanted) else None
         if gradients is None:
-            losses, z_losses, _ = _linear_head.of_each_row(hidden, weight, bias, labels, None, head, rule)
+            losses, z_losses, _ = _linear_head.of_each_row(hidden, weight, bias, labels, kept, None, head, rule)
             found, left = [None] * 3, None
         else:
             dlosses, left = _expected(labels, token_weights, total, head.dtype)
@@ -337,6 +335,7 @@ class _AtOnce(torch.autograd.Function):
                 weight,
                 bias,
                 labels,
+                kept,
                 head,
                 lambda logits, y, rows: rule.values_and_overwrite(dlosses[rows], logits, y, head),
                 gradients,
@@ -344,7 +343,10 @@ class _AtOnce(torch.autograd.Function):
             found = gradients.finish()
             ctx.dtypes = gradients.dtypes
         reduction = "mean" if mean else "sum"
-        loss, z_loss = (_reduced(x, token_weights, total, reduction, None) for x in (losses, z_losses))
+        loss = _reduced(losses, token_weights, total, reduction, None)
+        z_loss = torch.zeros_like(loss)
+        if rule.lse_square_scale:
+            z_loss = _reduced(z_losses, token_weights, total, reduction, None)
         ctx.save_for_backward(loss, left, *found)
         ctx.saved_alone = autograd.is_saved_alone()
         ctx.mark_non_differentiable(z_loss)
@@ -354,14 +356,13 @@ class _AtOnce(torch.autograd.Function):
     @autograd.once_differentiable
     def backward(ctx, dloss, _):
         if dloss is None:
-            return (None,) * 8
+            return (None,) * 9
         _, left, *found = ctx.saved_tensors
         overwrites = ctx.saved_alone and autograd.may_overwrite_saved(dloss)
         if overwrites:
             ctx.maybe_clear_saved_tensors()  # else autograd would copy what it is given
         factor = dloss.float() if left is None else dloss.float() * left
-        found = [_linear_head.times(x, factor, dtype, overwrites) for x, dtype in zip(found, ctx.dtypes)]
-        return *found, *(None,) * 5
+        return *_linear_head.scaled(found, factor, ctx.dtypes, overwrites), *(None,) * 6
 
 
 def _expected(labels, token_weights, total, dtype):

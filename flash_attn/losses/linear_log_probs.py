@@ -81,14 +81,14 @@ def linear_log_probs(
     (torch.Size([2, 5]), torch.Size([1000, 64]))
     """
     checks.flags(sequence_parallel=sequence_parallel)
-    tensors, flat, head = _linear_head.prepare(
+    tensors, flat, kept, head = _linear_head.prepare(
         hidden,
         weight,
         labels,
         bias,
         num_classes=num_classes,
         ignore_index=ignore_index,
-        softcap=0.0,  # which the ops apply, in float32
+        softcap=softcap,
         chunk_size=chunk_size,
         chunk_bytes=chunk_bytes,
         process_group=process_group,
@@ -96,26 +96,24 @@ def linear_log_probs(
     )
     xentropy.check_classes(flat, head.classes, head.ignore_index)
     scale = log_probs.inverse_of(temperature, labels)
-    flat = torch.where(xentropy.is_kept(flat, head.ignore_index, head.classes), flat, -1)
-    rule = _Rule(_linear_head.check_softcap(softcap))
+    flat = torch.where(kept, flat, -1)
+    rule = _Rule()
     if not torch.is_grad_enabled() or autograd.is_transformed(*tensors):
-        results = _linear_head.of_each_row(*tensors, flat, scale, head, rule)[: rule.outputs]
+        results = _linear_head.of_each_row(*tensors, flat, kept, scale, head, rule)[: rule.outputs]
     else:
-        results = _linear_head.Deferred.apply(*tensors, flat, scale, head, rule)
+        results = _linear_head.Deferred.apply(*tensors, flat, kept, scale, head, rule)
     return LogProbs(*(x.view(labels.shape) for x in results))
 
 
 class _Rule(NamedTuple):
     """The three results of each row, as `_linear_head.Deferred` wants them."""
 
-    softcap: float
-
     outputs = 3
     differentiable = 3
 
     def values(self, logits, labels, scale, head):
-        own, lse, mean = log_probs.of_all_parts(logits, labels, scale, self.softcap, head.class_start, head.group)
+        own, lse, mean = log_probs.of_all_parts(logits, labels, scale, head.class_start, head.group)
         return (own - lse).float(), (lse - mean).float(), lse.float(), lse, mean
 
-    def overwrite(self, logits, labels, scale, kept, incoming, head):
-        log_probs.bwd_(logits, labels, scale, *kept, *incoming, self.softcap, head.class_start)
+    def overwrite(self, logits, labels, scale, stored, incoming, head):
+        log_probs.bwd_(logits, labels, scale, *stored, *incoming, head.class_start)
