@@ -36,7 +36,7 @@ def add_product(total, a, b):
     """
     if torch.compiler.is_compiling():
         return (a @ b).float() if total is None else total.add_(a @ b)
-    if a.is_cuda and a.dtype != torch.float32:
+    if _library.is_where_kernels_run(a) and a.dtype != torch.float32:
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

@@ -42,7 +42,8 @@ def of_all_parts(logits, labels, scale, class_start, group):
 
 def inverse_of(temperature, labels):
     """Check the temperature; return 1 / temperature for each row, in float32."""
-    if not isinstance(temperature, torch.Tensor) or (temperature.dim() == 0 and not temperature.is_cuda):
+    is_tensor = isinstance(temperature, torch.Tensor)
+    if not is_tensor or (temperature.dim() == 0 and not _library.is_where_kernels_run(temperature)):
         temperature = checks.as_float("temperature", temperature)
         checks.number("temperature", temperature, 0 < temperature < math.inf, "above 0 and finite")
         return labels.new_full((), 1 / temperature, dtype=torch.float32).expand(labels.numel())

@@ -172,6 +172,12 @@ def _serves_at_once(logits, in_place):
     return all(start * logits.element_size() % 16 == 0 for start in starts)
 
 
+def bytes_of_logits(x, share, otherwise):
+    """How much of the memory of x's GPU logits may take, one of `share` parts; `otherwise` on other devices."""
+    memory = _library.memory_of_device(x)
+    return otherwise if memory is None else memory // share
+
+
 def is_kept(labels, ignore_index, classes):
     """Which rows count."""
     kept = (labels >= 0) & (labels < classes)

@@ -109,19 +109,11 @@ def rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes):
         limit = BYTES
         if torch.is_grad_enabled() and weight.requires_grad:
             # Several products need sums of the gradient in float32 beside it; logits may take as much in their place.
-            limit = max(weight.numel() * 4, _share_of(hidden.device.type, hidden.device.index))
+            limit = max(weight.numel() * 4, xentropy.bytes_of_logits(hidden, SHARE, ON_CPU))
         most = max(limit // of_row // _MULTIPLE, 1) * _MULTIPLE
     chunks = -(-tokens // most)
     # Chunks are of equal sizes, rather than a small one at the end.
     return min(-(-tokens // chunks // _MULTIPLE) * _MULTIPLE, most)
-
-
-@torch.compiler.assume_constant_result
-def _share_of(kind, index):
-    """The bytes of logits that a device may hold."""
-    if kind != "cuda":
-        return ON_CPU
-    return torch.cuda.get_device_properties(index).total_memory // SHARE
 
 
 def run(hidden, weight, bias, labels, kept, head, of_logits, gradients=None):
