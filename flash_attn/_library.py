@@ -136,12 +136,7 @@ def is_where_kernels_run(x: torch.Tensor) -> bool:
 
 def memory_of_device(x: torch.Tensor) -> int | None:
     """Bytes of memory that the GPU of `x` has; None on other devices."""
-    return _memory_of_gpu(x.device.index) if x.is_cuda else None
-
-
-@torch.compiler.assume_constant_result
-def _memory_of_gpu(index: int) -> int:
-    return torch.cuda.get_device_properties(index).total_memory
+    return torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else None
 
 
 def can_be_read_at_once(x: torch.Tensor) -> bool:
