@@ -144,6 +144,7 @@ def run(hidden, weight, bias, labels, kept, head, of_logits, gradients=None):
             if own < len(weight):
                 logits[:, own:] = 0
             gradients.add(rows, logits, x, weight)
+        del logits, real  # before there are those of the next rows
     if len(results) == 1 or results[0] is None:
         return results[0]
     return tuple(map(torch.cat, zip(*results)))

@@ -1,6 +1,7 @@
 """Cross entropy of a linear layer in chunks: against torch in float64, divided over processes, compiled."""
 
 import functools
+import weakref
 
 import numpy
 import pytest
@@ -345,9 +346,18 @@ def test_odd_but_legal():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_rows_at_a_time(reduction, options, tokens, sizes, monkeypatch, device):
     """Logits are never those of more rows, forward and backward, and results are the same."""
-    found = []
+    found, before = [], lambda: None
     real = linear_head.linear.product
-    monkeypatch.setattr(linear_head.linear, "product", lambda *args: found.append(len(args[0])) or real(*args))
+
+    def product(*args):
+        nonlocal before
+        assert before() is None, "the logits of the chunk before are still there"
+        found.append(len(args[0]))
+        logits = real(*args)
+        before = weakref.ref(logits)
+        return logits
+
+    monkeypatch.setattr(linear_head.linear, "product", product)
     monkeypatch.setattr(linear_head, "ON_CPU", 0)
     tensors = torch.randn(tokens, 1024, device=device), torch.randn(VOCAB, 1024, device=device) / 32
     labels = torch.randint(VOCAB, (tokens,), device=device)
