@@ -101,7 +101,7 @@ def linear_cross_entropy(
     )
     logit_scale, lse_square_scale, _ = xentropy.check_options(logit_scale, lse_square_scale, ignore_index)
     rule = _Rule(xentropy.check_smoothing(label_smoothing), logit_scale, lse_square_scale)
-    token_weights = _check_token_weights(token_weights, labels)
+    token_weights = _check_token_weights(token_weights, labels, kept)
     plain = not torch.is_grad_enabled() or autograd.is_transformed(*tensors)
     if plain or reduction == "none":
         if plain:
@@ -215,11 +215,12 @@ def cross_entropy_of_logits(
     checks.number("the number of dimensions of logits", logits.dim(), logits.dim() > 1, "at least 2")
     checks.tensor("labels", labels, dtypes=checks.INTEGER_DTYPES, shape=tuple(logits.shape[:-1]), device=logits.device)
     _check_reduction(reduction)
-    token_weights = _check_token_weights(token_weights, labels)
+    limit = logits.shape[-1] * (1 if process_group is None else dist.get_world_size(process_group))
     if num_classes is not None:
         num_classes = checks.whole("num_classes", num_classes)
-        limit = logits.shape[-1] * (1 if process_group is None else dist.get_world_size(process_group))
         checks.number("num_classes", num_classes, 0 < num_classes <= limit, "from 1 to {}, the logits", limit)
+    kept = xentropy.is_kept(labels.flatten(), ignore_index, limit if num_classes is None else num_classes)
+    token_weights = _check_token_weights(token_weights, labels, kept)
     softcap = _linear_head.check_softcap(softcap)
     logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
     losses, z_losses, count = xentropy.cross_entropy(
@@ -237,9 +238,7 @@ def cross_entropy_of_logits(
         num_classes=num_classes,
     )
     if token_weights is not None and reduction == "mean":
-        parts = 1 if process_group is None else dist.get_world_size(process_group)
-        classes = parts * logits.shape[-1] if num_classes is None else num_classes
-        count = _total(xentropy.is_kept(labels.flatten(), ignore_index, classes), token_weights)
+        count = token_weights.sum()
     loss, z_loss = (_reduced(x, token_weights, count, reduction, labels.shape) for x in (losses, z_losses))
     return (loss, z_loss) if return_z_loss else loss
 
@@ -249,8 +248,8 @@ def _check_reduction(reduction):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', found {reduction!r}")
 
 
-def _check_token_weights(token_weights, labels):
-    """Check token_weights; return them as (rows,) in float32, or None."""
+def _check_token_weights(token_weights, labels, kept):
+    """Check token_weights; return them as (rows,) in float32, 0 where a row does not count, or None."""
     if token_weights is None:
         return None
     checks.tensor(
@@ -261,18 +260,17 @@ def _check_token_weights(token_weights, labels):
             "token_weights must not require grad, since no gradient is computed for them: multiply the losses of "
             "reduction='none' instead"
         )
-    return token_weights.flatten().float()
+    return torch.where(kept, token_weights.flatten().float(), 0)
 
 
 def _total(kept, token_weights):
     """What a mean is divided by: the number of rows that count, or the sum of their weights."""
-    return kept.sum() if token_weights is None else torch.where(kept, token_weights, 0).sum()
+    return kept.sum() if token_weights is None else token_weights.sum()
 
 
 def _reduced(losses, token_weights, total, reduction, shape):
     """Losses (rows,) to the result, where rows that do not count have losses of 0."""
-    if token_weights is not None:
-        losses = torch.where(losses != 0, losses * token_weights, 0)
+    losses = losses if token_weights is None else losses * token_weights
     if reduction == "none":
         return losses.view(shape)
     return losses.sum() if reduction == "sum" else losses.sum() / total

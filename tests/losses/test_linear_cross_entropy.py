@@ -218,6 +218,12 @@ def test_rows_that_do_not_count_are_not_looked_at(value, device):
     found = with_gradients(linear_cross_entropy, tensors, labels)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+    weights = torch.where((labels < 0) | (labels == VOCAB), value, 1.0)
+    for dtype in (torch.float32, torch.float16):
+        narrow = [tensor.to(dtype) for tensor in tensors]
+        weighed = with_gradients(linear_cross_entropy, narrow, labels, token_weights=weights)
+        for one, other in zip(weighed, with_gradients(linear_cross_entropy, narrow, labels), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(num_classes=50, reduction="sum", label_smoothing=0.1)], ids=str)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from compare import assert_error_ratio, narrow_in_triton, unavoidable
 from processes import over_processes
 
+from flash_attn import batch_invariant
 from flash_attn._ops import log_probs as ops
 from flash_attn._reference import log_probs as reference
 from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
@@ -218,6 +219,18 @@ def check_parallel(group):
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_divided_vocabulary(processes):
     over_processes(processes, check_parallel)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_batch_invariance(chunk_size, device):
+    """At level 2 the bits of a row do not depend on the other rows, or on chunks."""
+    hidden, weight = torch.randn(9, 64, device=device), torch.randn(101, 64, device=device)
+    labels = torch.randint(101, (9,), device=device)
+    with batch_invariant(2):
+        found = linear_log_probs(hidden, weight, labels, temperature=0.7, chunk_size=chunk_size)
+        for i in (0, 5):
+            alone = linear_log_probs(hidden[i : i + 1], weight, labels[i : i + 1], temperature=0.7)
+            assert all(torch.equal(one[i : i + 1], other) for one, other in zip(found, alone))
 
 
 def test_backward_twice_and_no_second_derivative(device):
