@@ -23,7 +23,8 @@ def fwd(logits, labels, scale, class_start):
             scale.stride(0),
             vocab,
             class_start,
-            BLOCK=_block(vocab, 8192),
+            LEAST=-1e30,
+            BLOCK=_block(vocab, 4096),
             num_warps=8,
         )
     return own, lse, mean
@@ -63,6 +64,7 @@ def log_probs_fwd_kernel(
     scales_stride,
     vocab,
     class_start,
+    LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -71,23 +73,28 @@ def log_probs_fwd_kernel(
     of_label, of_all, of_mean = tl.zeros((), tl.float64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     if label >= 0:
         scale = tl.load(scales + row * scales_stride)
-        # The largest logit is finite at first, so that differences of two of them are numbers.
-        largest, total, spread = -3.402823e38, 0.0, 0.0
+        columns = tl.arange(0, BLOCK)
+        # The largest logit is finite at first, so that differences of two of them are numbers. Lanes have sums of their
+        # own, which meet at the end, and the next columns are on their way while these are added.
+        largest = tl.full((), -3.402823e38, tl.float32)
+        total, spread = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        following = tl.load(logits + columns, mask=columns < vocab, other=float("-inf"))
         for start in range(0, vocab, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            logit = tl.load(logits + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+            logit = following.to(tl.float32)
+            at = start + BLOCK + columns
+            following = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
             new_largest = tl.maximum(largest, tl.max(logit))
-            step = (largest - new_largest) * scale
+            step = tl.maximum((largest - new_largest) * scale, LEAST)
             factor = tl.exp(step)
-            spread = factor * (spread + tl.where(total > 0, total * step, 0.0))
-            below = (logit - new_largest) * scale
+            below = tl.maximum((logit - new_largest) * scale, LEAST)  # a number also where a class is impossible
             weight = tl.exp(below)
-            total = factor * total + tl.sum(weight)
-            spread += tl.sum(tl.where(weight > 0, weight * below, 0.0))
+            spread = factor * (spread + step * total) + weight * below
+            total = factor * total + weight
             largest = new_largest
+        sum_of_all, sum_of_spread = tl.sum(total), tl.sum(spread)
         centre = largest.to(tl.float64) * scale
-        of_all = centre + tl.log(total)
-        of_mean = centre + tl.where(total > 0, spread / total, 0.0)
+        of_all = centre + tl.log(sum_of_all)
+        of_mean = centre + tl.where(sum_of_all > 0, sum_of_spread / sum_of_all, 0.0)
         column_of_label = label - class_start
         if (column_of_label >= 0) & (column_of_label < vocab):
             logit_of_label = tl.load(logits + column_of_label).to(tl.float32)
@@ -129,7 +136,7 @@ def log_probs_bwd_kernel(
         scale = tl.load(scales + row * scales_stride)
         row_lse = tl.load(lse + row * lse_stride)
         # The lse is scale * centre + rest, of which float32 loses nothing: the centre is near the large logits.
-        centre = (row_lse / scale).to(tl.float32)
+        centre = row_lse.to(tl.float32) / scale
         at_centre = centre.to(tl.float64) * scale
         rest = (row_lse - at_centre).to(tl.float32)
         offset = (tl.load(mean + row * mean_stride) - at_centre).to(tl.float32)

@@ -152,11 +152,12 @@ def run(hidden, weight, bias, labels, kept, head, of_logits, gradients=None):
 
 def _capped(logits, labels, rows, softcap, of_logits, gradients):
     """What of_logits gives for softcap * tanh(logits / softcap), in float32; then their gradient is that of logits."""
-    tanh = torch.tanh(logits.float() / softcap)
+    if gradients is None:
+        return of_logits(softcap * torch.tanh(logits.float() / softcap), labels[rows], rows)
+    tanh = torch.mul(logits, 1 / softcap, out=torch.empty_like(logits, dtype=torch.float32)).tanh_()
     capped = softcap * tanh
     results = of_logits(capped, labels[rows], rows)
-    if gradients is not None:
-        logits.copy_(tanh.square_().neg_().add_(1).mul_(capped))
+    torch.ops.aten.tanh_backward.grad_input(capped, tanh, grad_input=logits)  # in one pass, rounded once
     return results
 
 
@@ -265,7 +266,7 @@ class Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, kept, scale, head, rule):
-        values = of_each_row(hidden, weight, bias, labels, kept, scale, head, rule)
+        values = of_each_row((hidden, weight, bias), labels, kept, scale, head, rule)
         ctx.save_for_backward(hidden, weight, bias, labels, kept, scale, *values[rule.outputs :])
         ctx.head, ctx.rule = head, rule
         ctx.set_materialize_grads(False)
@@ -294,12 +295,10 @@ class Deferred(torch.autograd.Function):
         return *rounded(gradients.finish(), gradients.dtypes), *(None,) * 5
 
 
-def of_each_row(hidden, weight, bias, labels, kept, scale, head, rule):
+def of_each_row(tensors, labels, kept, scale, head, rule):
     """The values of `rule` for all rows, without a gradient of this module's."""
     return run(
-        hidden,
-        weight,
-        bias,
+        *tensors,
         labels,
         kept,
         head,

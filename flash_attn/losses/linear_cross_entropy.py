@@ -13,7 +13,8 @@ and the result is the sum of token_weights * loss, for the mean divided by the s
 log-probabilities, entropy, and losses made of these, see `flash_attn.losses.linear_log_probs`.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -105,7 +106,7 @@ def linear_cross_entropy(
     plain = not torch.is_grad_enabled() or autograd.is_transformed(*tensors)
     if plain or reduction == "none":
         if plain:
-            losses, z_losses, *_ = _linear_head.of_each_row(*tensors, flat, kept, None, head, rule)
+            losses, z_losses, *_ = _linear_head.of_each_row(tensors, flat, kept, None, head, rule)
         else:
             losses, z_losses = _linear_head.Deferred.apply(*tensors, flat, kept, None, head, rule)
         total = _total(kept, token_weights) if reduction == "mean" else None
@@ -276,18 +277,20 @@ def _reduced(losses, token_weights, total, reduction, shape):
     return losses.sum() if reduction == "sum" else losses.sum() / total
 
 
-class _Rule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Rule:
     """The loss of each row, as `_linear_head.Deferred` wants it."""
 
     label_smoothing: float
     logit_scale: float
     lse_square_scale: float
 
-    outputs = 2
-    differentiable = 1
+    outputs: ClassVar[int] = 2
+    differentiable: ClassVar[int] = 1
 
     def options(self, head):
-        return *self, head.ignore_index, head.class_start, head.classes
+        own = self.label_smoothing, self.logit_scale, self.lse_square_scale
+        return *own, head.ignore_index, head.class_start, head.classes
 
     def values(self, logits, labels, _, head):
         losses, z_losses, lse, _ = xentropy.forward(logits, (labels, None, *self.options(head)), head.group)
@@ -324,7 +327,7 @@ class _AtOnce(torch.autograd.Function):
         total = _total(kept, token_weights) if mean else None
         gradients = _linear_head.Gradients(hidden, weight, bias, wanted, head) if any(wanted) else None
         if gradients is None:
-            losses, z_losses, _ = _linear_head.of_each_row(hidden, weight, bias, labels, kept, None, head, rule)
+            losses, z_losses, _ = _linear_head.of_each_row((hidden, weight, bias), labels, kept, None, head, rule)
             found, left = [None] * 3, None
         else:
             dlosses, left = _expected(labels, token_weights, total, head.dtype)
@@ -369,7 +372,9 @@ def _expected(labels, token_weights, total, dtype):
     if dtype != torch.float16:
         one = ones if total is None else ones / total
         return one.expand(labels.shape) if token_weights is None else one * token_weights, None
-    unit = 2.0**-4  # so that sums over many rows do not overflow
+    # Gradients of rare classes are to be normal numbers. In a graph, products are rounded to float16 before they are
+    # added, and must not overflow.
+    unit = 2.0**-4 if torch.compiler.is_compiling() else 2.0**8
     if token_weights is None:
         dlosses, left = (ones * unit).expand(labels.shape), ones / unit
     else:

@@ -99,13 +99,13 @@ def linear_log_probs(
     flat = torch.where(kept, flat, -1)
     rule = _Rule()
     if not torch.is_grad_enabled() or autograd.is_transformed(*tensors):
-        results = _linear_head.of_each_row(*tensors, flat, kept, scale, head, rule)[: rule.outputs]
+        results = _linear_head.of_each_row(tensors, flat, kept, scale, head, rule)[: rule.outputs]
     else:
         results = _linear_head.Deferred.apply(*tensors, flat, kept, scale, head, rule)
     return LogProbs(*(x.view(labels.shape) for x in results))
 
 
-class _Rule(NamedTuple):
+class _Rule:
     """The three results of each row, as `_linear_head.Deferred` wants them."""
 
     outputs = 3

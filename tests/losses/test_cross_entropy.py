@@ -1038,3 +1038,19 @@ def test_names_of_the_triton_kernels():
     assert cross_entropy_fwd_kernel is not cross_entropy_bwd_kernel
     with pytest.raises(ImportError, match="cannot import name 'cross_entropy_kernel'"):
         from flash_attn.ops.triton.cross_entropy import cross_entropy_kernel  # noqa: F401
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_in_triton(dtype, device):
+    """Rows that count and got another gradient than was expected are multiplied; the others are left as they are."""
+    pytest.importorskip("triton")
+    kernels = importlib.import_module("flash_attn._triton.xentropy")
+    dlogits = torch.randn(4, 5001, device=device).to(dtype)[:, 1:]
+    dlosses, expected = torch.tensor([0.7, 1.0, 0.7, 0.25], device=device), torch.ones(1, device=device).expand(4)
+    kept = torch.tensor([True, True, False, True], device=device)
+    dlogits[1, 0] = float("nan")
+    right = dlogits.clone()
+    xentropy.reference.scale_(right, dlosses, expected, kept)
+    kernels.scale_(dlogits, dlosses, expected, kept)
+    torch.testing.assert_close(dlogits, right, rtol=8e-3 if dtype == torch.bfloat16 else 1e-6, atol=0, equal_nan=True)
+    assert dlogits[1, 0].isnan() and not torch.equal(dlogits[0], dlogits[2])

@@ -169,10 +169,18 @@ def test_ops(dtype, offset, way, device):
     torch.testing.assert_close(logits[kept].double(), right, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
 
 
-def test_a_row_without_a_possible_class(device):
+@pytest.mark.parametrize("way", ["reference", "triton"])
+def test_no_possible_class_and_no_columns(way, device):
+    if way == "triton":
+        pytest.importorskip("triton")
+    kernels = importlib.import_module("flash_attn._triton.log_probs") if way == "triton" else reference
     logits, labels = torch.full((1, 5), float("-inf"), device=device), torch.tensor([2], device=device)
-    own, lse, mean = ops.fwd(logits, labels, torch.ones(1, device=device), 0)
+    scale = torch.ones(1, device=device)
+    own, lse, mean = kernels.fwd(logits, labels, scale, 0)
     assert own.isneginf() and lse.isneginf() and mean.isfinite()
+    own, lse, mean = kernels.fwd(logits[:, :0], labels, scale, 0)
+    assert own == 0 and lse.isneginf() and mean.isfinite()
+    assert all(x.shape == (0,) for x in kernels.fwd(logits[:0], labels[:0], scale[:0], 0))
 
 
 @pytest.mark.parametrize("cuts", [(17,), (0, 5), (53,), (3, 52)])
