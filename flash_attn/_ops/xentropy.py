@@ -132,11 +132,22 @@ class Expectation:
     def __init__(self):
         self._dloss = None
 
+    @property
+    def value(self):
+        """What is expected, as a float, so that what is resumed goes on alike; None before it was ever asked for."""
+        return None if self._dloss is None else self._dloss.item()
+
+    @value.setter
+    def value(self, value):
+        self._dloss = None if value is None else torch.tensor(value, dtype=torch.float32)
+
     def dloss(self, labels):
         """A float32 scalar beside the labels."""
         dloss = self._dloss
         if dloss is None or dloss.device != labels.device or type(dloss) is not type(labels):
-            dloss = self._dloss = labels.new_ones((), dtype=torch.float32)
+            known = dloss is not None and _library.can_be_read_at_once(dloss)
+            value = dloss.item() if known else 1.0
+            dloss = self._dloss = labels.new_full((), value, dtype=torch.float32)
         return dloss
 
     def watch(self, loss):

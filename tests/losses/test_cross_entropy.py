@@ -1054,3 +1054,23 @@ def test_scale_in_triton(dtype, device):
     kernels.scale_(dlogits, dlosses, expected, kept)
     torch.testing.assert_close(dlogits, right, rtol=8e-3 if dtype == torch.bfloat16 else 1e-6, atol=0, equal_nan=True)
     assert dlogits[1, 0].isnan() and not torch.equal(dlogits[0], dlogits[2])
+
+
+def test_a_loss_that_goes_on_with_what_it_expected(device):
+    """In place, and with a gradient that is no power of two, it has the bits of one that never stopped."""
+
+    def step(loss_fn, seed):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(8, 100, generator=generator).bfloat16().to(device).requires_grad_()
+        (loss_fn(logits * 1, torch.arange(8, device=device)) / 3).backward()
+        return logits.grad
+
+    options = dict(inplace_backward=True, gradient_in_forward=True)
+    loss_fn, resumed, fresh = (CrossEntropyLoss(**options) for _ in range(3))
+    assert loss_fn.expected_gradient is None
+    step(loss_fn, 0)
+    resumed.expected_gradient = loss_fn.expected_gradient
+    assert loss_fn.expected_gradient == pytest.approx(1 / 3)
+    expected = step(loss_fn, 1)
+    assert torch.equal(step(resumed, 1), expected)
+    assert not torch.equal(step(fresh, 1), expected)

@@ -31,6 +31,7 @@ log = utils.get_logger(__name__)
 
 # Losses that train.loss_fn may name; null is the first.
 LOSSES = {"torch": torch.nn.CrossEntropyLoss, "fused": CrossEntropyLoss, "linear": LinearCrossEntropyLoss}
+_EXPECTED = "expected_gradient"  # of the loss, in a checkpoint
 _WITHOUT_LOGITS = (MeanLoss, NumTokens, Perplexity)
 
 
@@ -157,9 +158,13 @@ class SequenceModel(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.train_totals.save(self.trainer, checkpoint)
+        if isinstance(self.loss_fn, CrossEntropyLoss):
+            checkpoint[_EXPECTED] = self.loss_fn.expected_gradient
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.train_totals.load(checkpoint)
+        if isinstance(self.loss_fn, CrossEntropyLoss):
+            self.loss_fn.expected_gradient = checkpoint.get(_EXPECTED)
 
     def on_train_start(self) -> None:
         self.train_totals.begin(self.trainer)
