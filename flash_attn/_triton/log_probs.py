@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+FWD = BWD = {"columns": 4096, "warps": 8}  # that a program takes at a time, at most, and the warps that share them
+
 
 def fwd(logits, labels, scale, class_start):
     """Returns (own, lse, mean). A program takes a row and reads it once."""
@@ -24,8 +26,8 @@ def fwd(logits, labels, scale, class_start):
             vocab,
             class_start,
             LEAST=-1e30,
-            BLOCK=_block(vocab, 4096),
-            num_warps=8,
+            BLOCK=_block(vocab, FWD["columns"]),
+            num_warps=FWD["warps"],
         )
     return own, lse, mean
 
@@ -34,7 +36,7 @@ def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, class_sta
     """Replace logits by dlogits."""
     out = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = out.shape
-    block = _block(vocab, 4096)
+    block = _block(vocab, BWD["columns"])
     of_rows = labels, scale, lse, mean, dlog_probs, dentropy, dlse
     if out.numel() > 0:
         log_probs_bwd_kernel[(rows, triton.cdiv(vocab, block))](
@@ -45,7 +47,7 @@ def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, class_sta
             vocab,
             class_start,
             BLOCK=block,
-            num_warps=8,
+            num_warps=BWD["warps"],
         )
     if out is not logits:
         logits.copy_(out)

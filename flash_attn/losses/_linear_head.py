@@ -258,10 +258,11 @@ def _scaled(x, factor, dtype):
 class Deferred(torch.autograd.Function):
     """Values of each row whose gradient comes only with the backward, which computes the logits again.
 
-    rule: an object with values(logits, labels, scale, head) -> float tensors (rows,), of which the first `outputs` are
-        results, all or some of them with a gradient, and the others are stored for the backward; and with
-        overwrite(logits, labels, scale, stored, incoming, head), which replaces logits by their gradient. scale is the
-        part of `scale` (all rows,) for these rows, or None.
+    rule: an object with three methods. values(logits, labels, scale, head) gives float tensors (rows,) of some rows.
+        results(*values of all rows) gives those that are returned, of which there are `outputs`, the first
+        `differentiable` with a gradient, and then those that are stored for the backward. overwrite(logits, labels,
+        scale, stored, incoming, head) replaces logits by their gradient. scale is the part of `scale` (all rows,) for
+        these rows, or None.
     """
 
     @staticmethod
@@ -297,10 +298,11 @@ class Deferred(torch.autograd.Function):
 
 def of_each_row(tensors, labels, kept, scale, head, rule):
     """The values of `rule` for all rows, without a gradient of this module's."""
-    return run(
+    values = run(
         *tensors,
         labels,
         kept,
         head,
         lambda logits, y, rows: rule.values(logits, y, None if scale is None else scale[rows], head),
     )
+    return rule.results(*values)

@@ -112,7 +112,9 @@ class _Rule:
     differentiable = 3
 
     def values(self, logits, labels, scale, head):
-        own, lse, mean = log_probs.of_all_parts(logits, labels, scale, head.class_start, head.group)
+        return log_probs.of_all_parts(logits, labels, scale, head.class_start, head.group)
+
+    def results(self, own, lse, mean):
         return (own - lse).float(), (lse - mean).float(), lse.float(), lse, mean
 
     def overwrite(self, logits, labels, scale, stored, incoming, head):
