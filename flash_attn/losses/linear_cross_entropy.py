@@ -112,7 +112,7 @@ def linear_cross_entropy(
         total = _total(kept, token_weights) if reduction == "mean" else None
         loss, z_loss = (_reduced(x, token_weights, total, reduction, labels.shape) for x in (losses, z_losses))
     else:
-        loss, z_loss = _AtOnce.apply(*tensors, flat, kept, token_weights, head, rule, reduction == "mean")
+        loss, z_loss, _ = _AtOnce.apply(*tensors, flat, kept, token_weights, head, rule, reduction == "mean")
     return (loss, z_loss) if return_z_loss else loss
 
 
@@ -319,8 +319,8 @@ class _AtOnce(torch.autograd.Function):
     rows would underflow before a scale of the loss makes up for it: there the forward computes the gradients of a sum,
     and the backward divides.
 
-    It has no second derivative, since the inputs are not saved. The loss is, so that a second derivative finds their
-    history and raises.
+    It has no second derivative, since the inputs are not saved. The third result is: an empty tensor with the history
+    of the loss, so that a second derivative reaches the backward, which refuses it. The loss may be overwritten.
     """
 
     @staticmethod
@@ -351,14 +351,15 @@ class _AtOnce(torch.autograd.Function):
         z_loss = torch.zeros_like(loss)
         if rule.lse_square_scale:
             z_loss = _reduced(z_losses, token_weights, total, reduction, None)
-        ctx.save_for_backward(loss, left, *found)
+        origin = loss.new_empty(0)
+        ctx.save_for_backward(origin, left, *found)
         ctx.saved_alone = autograd.is_saved_alone()
         ctx.mark_non_differentiable(z_loss)
-        return loss, z_loss
+        return loss, z_loss, origin
 
     @staticmethod
     @autograd.once_differentiable
-    def backward(ctx, dloss, _):
+    def backward(ctx, dloss, *_):
         if dloss is None:
             return (None,) * 9
         _, left, *found = ctx.saved_tensors

@@ -277,6 +277,17 @@ def test_backward_twice(dtype, reduction, device):
         loss.backward()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_may_be_overwritten(reduction, device):
+    """As trainers do that scale it."""
+    (hidden, weight), labels = inputs(device=device, bias=False)
+    expected = with_gradients(linear_cross_entropy, [hidden, weight], labels, 0.5, reduction=reduction)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+    loss *= 0.5 * torch.linspace(1, 2, loss.numel(), device=device).view(loss.shape)
+    found = torch.autograd.grad(loss.sum(), [hidden, weight])
+    torch.testing.assert_close(found, tuple(expected[1:]))
+
+
 def test_gradients_of_the_forward_are_returned_as_they_are(monkeypatch, device):
     """One backward has them to itself: it scales them where they are, by a kernel that reads nothing for 1."""
     scaled = []
