@@ -1,15 +1,16 @@
 """Log-probabilities, their entropy and their normalizer, of logits and labels. The ops:
 
-    log_probs_fwd(logits, labels, scale, class_start) -> (own, lse, mean)
-    log_probs_bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, class_start)
+    log_probs_fwd(logits, labels, scale, softcap, class_start) -> (own, lse, mean)
+    log_probs_bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, softcap, class_start)
 
 logits            (rows, vocab), fp32, fp16 or bf16: columns class_start .. class_start + vocab of all classes
 labels            (rows,) int32 or int64: a class, or a negative number for a row that does not count
 scale             (rows,) fp32, positive: the inverse of a temperature
+softcap           above 0, logits z become softcap tanh(z / softcap)
 own, lse, mean    (rows,) fp64, 0 for rows that do not count
 dlog_probs, dentropy, dlse    (rows,) fp32: gradients of the log-probability, the entropy and the lse
 
-With s = scale * logits, the label y, and sums over these columns,
+With s = scale * logits (after softcap), the label y, and sums over these columns,
 
     lse = log sum_j exp(s_j)     own = s_y, or 0 if y is not among these columns     mean = sum_j exp(s_j - lse) s_j
 
@@ -18,6 +19,8 @@ small differences of numbers that may be large; `joined` makes those of all colu
 lse and mean of all columns, and replaces the logits by their gradient: with p_j = exp(s_j - lse),
 
     dlogits_j = scale (dlog_probs [j = y] + p_j (dlse - dlog_probs - dentropy (s_j - mean)))
+
+times 1 - tanh^2 where there is a softcap.
 """
 
 import math
@@ -29,11 +32,11 @@ from flash_attn._ops import autograd, checks, collectives, triton, xentropy
 from flash_attn._reference import log_probs as reference
 
 
-def of_all_parts(logits, labels, scale, class_start, group):
+def of_all_parts(logits, labels, scale, softcap, class_start, group):
     """Returns `fwd` of all classes, of which each process of the group, if there is one, has a part."""
     if autograd.is_transformed(logits):  # in operations that have derivatives
-        return reference.fwd(logits, labels, scale, class_start)
-    results = fwd(logits, labels, scale, class_start)
+        return reference.fwd(logits, labels, scale, softcap, class_start)
+    results = fwd(logits, labels, scale, softcap, class_start)
     if group is None:
         return results
     parts, _ = collectives.gather_rows(torch.stack(results, 1), group)
@@ -64,6 +67,11 @@ def inverse_of(temperature, labels):
     return temperature.float().reciprocal().flatten().expand(labels.numel())
 
 
+def cap_in_kernels(x):
+    """Whether the ops read logits of x's device in kernels, so that a softcap costs nothing there."""
+    return _library.is_where_kernels_run(x)
+
+
 def joined(own, lse, mean, labels):
     """Returns (own, lse, mean) of all columns, from those (parts, rows) of parts of them."""
     of_all = lse.logsumexp(0)
@@ -77,7 +85,7 @@ def _fwd_fake(logits, labels, *_):
 
 
 fwd = _library.define(
-    "log_probs_fwd(Tensor logits, Tensor labels, Tensor scale, SymInt class_start)"
+    "log_probs_fwd(Tensor logits, Tensor labels, Tensor scale, float softcap, SymInt class_start)"
     " -> (Tensor own, Tensor lse, Tensor mean)",
     reference=reference.fwd,
     fake=_fwd_fake,
@@ -85,7 +93,7 @@ fwd = _library.define(
 )
 bwd_ = _library.define(
     "log_probs_bwd_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor lse, Tensor mean, Tensor dlog_probs, "
-    "Tensor dentropy, Tensor dlse, SymInt class_start) -> ()",
+    "Tensor dentropy, Tensor dlse, float softcap, SymInt class_start) -> ()",
     reference=reference.bwd_,
     fake=lambda *_: None,
     triton=triton.launch("log_probs", "bwd_"),

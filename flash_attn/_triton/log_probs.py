@@ -7,7 +7,7 @@ import triton.language as tl
 FWD = BWD = {"columns": 4096, "warps": 8}  # that a program takes at a time, at most, and the warps that share them
 
 
-def fwd(logits, labels, scale, class_start):
+def fwd(logits, labels, scale, softcap, class_start):
     """Returns (own, lse, mean). A program takes a row and reads it once."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
@@ -24,7 +24,9 @@ def fwd(logits, labels, scale, class_start):
             labels.stride(0),
             scale.stride(0),
             vocab,
+            softcap,
             class_start,
+            HAS_SOFTCAP=softcap > 0,
             LEAST=-1e30,
             BLOCK=_block(vocab, FWD["columns"]),
             num_warps=FWD["warps"],
@@ -32,7 +34,7 @@ def fwd(logits, labels, scale, class_start):
     return own, lse, mean
 
 
-def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, class_start):
+def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, softcap, class_start):
     """Replace logits by dlogits."""
     out = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = out.shape
@@ -45,7 +47,9 @@ def bwd_(logits, labels, scale, lse, mean, dlog_probs, dentropy, dlse, class_sta
             out.stride(0),
             *(x.stride(0) for x in of_rows),
             vocab,
+            softcap,
             class_start,
+            HAS_SOFTCAP=softcap > 0,
             BLOCK=block,
             num_warps=BWD["warps"],
         )
@@ -65,7 +69,9 @@ def log_probs_fwd_kernel(
     labels_stride,
     scales_stride,
     vocab,
+    softcap,
     class_start,
+    HAS_SOFTCAP: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -83,6 +89,8 @@ def log_probs_fwd_kernel(
         following = tl.load(logits + columns, mask=columns < vocab, other=float("-inf"))
         for start in range(0, vocab, BLOCK):
             logit = following.to(tl.float32)
+            if HAS_SOFTCAP:
+                logit = tl.where(start + columns < vocab, softcap * _tanh(logit / softcap), float("-inf"))
             at = start + BLOCK + columns
             following = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
             new_largest = tl.maximum(largest, tl.max(logit))
@@ -100,6 +108,8 @@ def log_probs_fwd_kernel(
         column_of_label = label - class_start
         if (column_of_label >= 0) & (column_of_label < vocab):
             logit_of_label = tl.load(logits + column_of_label).to(tl.float32)
+            if HAS_SOFTCAP:
+                logit_of_label = softcap * _tanh(logit_of_label / softcap)
             of_label = centre + (logit_of_label - largest) * scale
     tl.store(own + row, of_label)
     tl.store(lse + row, of_all)
@@ -125,7 +135,9 @@ def log_probs_bwd_kernel(
     dentropy_stride,
     dlse_stride,
     vocab,
+    softcap,
     class_start,
+    HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -145,12 +157,24 @@ def log_probs_bwd_kernel(
         of_label = tl.load(dlog_probs + row * dlog_probs_stride)
         of_entropy = tl.load(dentropy + row * dentropy_stride)
         of_lse = tl.load(dlse + row * dlse_stride)
-        below = (tl.load(pointers, mask=inside, other=0).to(tl.float32) - centre) * scale
+        logit, slope = tl.load(pointers, mask=inside, other=0).to(tl.float32), scale
+        if HAS_SOFTCAP:
+            tanh = _tanh(logit / softcap)
+            logit, slope = softcap * tanh, scale * (1 - tanh * tanh)
+        below = (logit - centre) * scale
         p = tl.exp(below - rest)
         gradient = p * (of_lse - of_label - of_entropy * tl.where(p > 0, below - offset, 0.0))
         gradient += tl.where(column == label - class_start, of_label, 0.0)
-        gradient *= scale
+        gradient *= slope
     tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tanh(x):
+    """Of small numbers by its series, where 1 - 2 / (exp(2 x) + 1) would lose digits."""
+    square = x * x
+    series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(tl.abs(x) < 0.1, series, 1 - 2 / (tl.exp(2 * x) + 1))
 
 
 def _block(vocab, most):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import autograd, checks, invariance, xentropy
+from flash_attn._ops import autograd, checks, invariance, log_probs, xentropy
 from flash_attn.losses import _linear_head
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -101,7 +101,10 @@ def linear_cross_entropy(
         sequence_parallel=sequence_parallel,
     )
     logit_scale, lse_square_scale, _ = xentropy.check_options(logit_scale, lse_square_scale, ignore_index)
-    rule = _Rule(xentropy.check_smoothing(label_smoothing), logit_scale, lse_square_scale)
+    rule: _Rule | _CappedRule = _Rule(xentropy.check_smoothing(label_smoothing), logit_scale, lse_square_scale)
+    if head.softcap > 0 and rule.label_smoothing == 0 and log_probs.cap_in_kernels(hidden):
+        rule, head = _CappedRule(logit_scale, lse_square_scale, head.softcap), head._replace(softcap=0.0)
+        flat = torch.where(kept, flat, -1)
     token_weights = _check_token_weights(token_weights, labels, kept)
     plain = not torch.is_grad_enabled() or autograd.is_transformed(*tensors)
     if plain or reduction == "none":
@@ -312,6 +315,42 @@ class _Rule:
         return losses, z_losses
 
 
+@dataclasses.dataclass(frozen=True)
+class _CappedRule:
+    """The same of logits after a softcap and without smoothing, made of the ops of log-probabilities.
+
+    They read logits before the softcap, so that it takes no pass of its own. Labels that do not count are negative.
+    """
+
+    logit_scale: float
+    lse_square_scale: float
+    softcap: float
+
+    outputs: ClassVar[int] = 2
+    differentiable: ClassVar[int] = 1
+
+    def scale(self, labels):
+        return labels.new_full((), self.logit_scale, dtype=torch.float32).expand(labels.shape)
+
+    def values(self, logits, labels, _, head):
+        return log_probs.of_all_parts(logits, labels, self.scale(labels), self.softcap, head.class_start, head.group)
+
+    def results(self, own, lse, mean):
+        z_losses = self.lse_square_scale * lse.square()
+        return (lse - own + z_losses).float(), z_losses.float(), lse, mean
+
+    def overwrite(self, logits, labels, _, stored, incoming, head):
+        (lse, mean), (dlosses,) = stored, incoming
+        dlse = 2 * self.lse_square_scale * lse.float() * dlosses
+        gradients = -dlosses, torch.zeros_like(dlse), dlse
+        log_probs.bwd_(logits, labels, self.scale(labels), lse, mean, *gradients, self.softcap, head.class_start)
+
+    def values_and_overwrite(self, dlosses, logits, labels, head):
+        losses, z_losses, *stored = self.results(*self.values(logits, labels, None, head))
+        self.overwrite(logits, labels, None, stored, (dlosses,), head)
+        return losses, z_losses
+
+
 class _AtOnce(torch.autograd.Function):
     """Computes the gradients of the loss in the forward; the backward multiplies them by that of the loss.
 
@@ -330,7 +369,7 @@ class _AtOnce(torch.autograd.Function):
         total = _total(kept, token_weights) if mean else None
         gradients = _linear_head.Gradients(hidden, weight, bias, wanted, head) if any(wanted) else None
         if gradients is None:
-            losses, z_losses, _ = _linear_head.of_each_row((hidden, weight, bias), labels, kept, None, head, rule)
+            losses, z_losses, *_ = _linear_head.of_each_row((hidden, weight, bias), labels, kept, None, head, rule)
             found, left = [None] * 3, None
         else:
             dlosses, left = _expected(labels, token_weights, total, head.dtype)

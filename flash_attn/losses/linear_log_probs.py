@@ -19,7 +19,8 @@ whose gradient the forward knows. A sum of log-probabilities with weights that d
 `linear_cross_entropy` with token_weights.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ def linear_log_probs(
     xentropy.check_classes(flat, head.classes, head.ignore_index)
     scale = log_probs.inverse_of(temperature, labels)
     flat = torch.where(kept, flat, -1)
-    rule = _Rule()
+    rule, head = _Rule(head.softcap), head._replace(softcap=0.0)
     if not torch.is_grad_enabled() or autograd.is_transformed(*tensors):
         results = _linear_head.of_each_row(tensors, flat, kept, scale, head, rule)[: rule.outputs]
     else:
@@ -105,17 +106,20 @@ def linear_log_probs(
     return LogProbs(*(x.view(labels.shape) for x in results))
 
 
+@dataclasses.dataclass(frozen=True)
 class _Rule:
     """The three results of each row, as `_linear_head.Deferred` wants them."""
 
-    outputs = 3
-    differentiable = 3
+    softcap: float
+
+    outputs: ClassVar[int] = 3
+    differentiable: ClassVar[int] = 3
 
     def values(self, logits, labels, scale, head):
-        return log_probs.of_all_parts(logits, labels, scale, head.class_start, head.group)
+        return log_probs.of_all_parts(logits, labels, scale, self.softcap, head.class_start, head.group)
 
     def results(self, own, lse, mean):
         return (own - lse).float(), (lse - mean).float(), lse.float(), lse, mean
 
     def overwrite(self, logits, labels, scale, stored, incoming, head):
-        log_probs.bwd_(logits, labels, scale, *stored, *incoming, head.class_start)
+        log_probs.bwd_(logits, labels, scale, *stored, *incoming, self.softcap, head.class_start)

@@ -95,6 +95,7 @@ def name_of(options):
 @pytest.mark.parametrize("chunk_size", [None, 1, 10, 37, 100])
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_loss_and_gradients(options, chunk_size, device):
+    options = on(device, options)
     tensors, labels = inputs(device=device)
     labels[labels >= options.get("num_classes", VOCAB)] = -100
     if "ignore_index" in options:
@@ -106,6 +107,29 @@ def test_loss_and_gradients(options, chunk_size, device):
         assert_error_ratio(one, right, other, plus=unavoidable(right, one.dtype, terms=16 * ROWS))  # losses up to 16
 
 
+def on(device, options):
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 10])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(reduction="none", num_classes=50, logit_scale=0.5), dict(lse_square_scale=1e-2)],
+    ids=name_of,
+)
+def test_softcap_as_kernels_have_it(options, chunk_size, monkeypatch, device):
+    """On a GPU they apply it as they read logits."""
+    monkeypatch.setattr(module.log_probs, "cap_in_kernels", lambda x: True)
+    tensors, labels = inputs(device=device)
+    labels[labels >= 50] = -100
+    options = options | dict(softcap=2.0)
+    exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels, 0.7, **options)
+    baseline = with_gradients(plain, tensors, labels, 0.7, **options)
+    found = with_gradients(linear_cross_entropy, tensors, labels, 0.7, chunk_size=chunk_size, **options)
+    for one, right, other in zip(found, exact, baseline, strict=True):
+        assert_error_ratio(one, right, other, plus=unavoidable(right, one.dtype, terms=16 * ROWS))
+
+
 def of_logits(hidden, weight, labels, bias, **options):
     """The same where a layer has given the logits."""
     return cross_entropy_of_logits(F.linear(hidden, weight, bias), labels, **options)
@@ -113,6 +137,7 @@ def of_logits(hidden, weight, labels, bias, **options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_loss_of_logits(options, device):
+    options = on(device, options)
     tensors, labels = inputs(device=device)
     labels[labels >= options.get("num_classes", VOCAB)] = -100
     found = with_gradients(of_logits, tensors, labels, 0.7, **options)
@@ -134,6 +159,7 @@ def test_loss_of_logits(options, device):
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits(dtype, options, chunk_size, device):
+    options = on(device, options)
     tensors, labels = inputs(dtype, device)
     # In float16, gradients that are small until a scale of the loss makes up for it must not vanish before.
     dloss = 2.0**20 if "token_weights" in options else 1.0
@@ -277,7 +303,7 @@ def test_backward_twice(dtype, reduction, device):
         loss.backward()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_loss_may_be_overwritten(reduction, device):
     """As trainers do that scale it."""
     (hidden, weight), labels = inputs(device=device, bias=False)
@@ -377,7 +403,7 @@ def test_rows_at_a_time(reduction, options, tokens, sizes, monkeypatch, device):
         return logits
 
     monkeypatch.setattr(linear_head.linear, "product", product)
-    monkeypatch.setattr(linear_head, "ON_CPU", 0)
+    monkeypatch.setattr(linear_head.xentropy, "bytes_of_logits", lambda *_: 0)
     tensors = torch.randn(tokens, 1024, device=device), torch.randn(VOCAB, 1024, device=device) / 32
     labels = torch.randint(VOCAB, (tokens,), device=device)
     results = with_gradients(linear_cross_entropy, tensors, labels, reduction=reduction, **options)

@@ -134,9 +134,11 @@ def test_functions_of_trl_and_verl(device):
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
-@pytest.mark.parametrize("offset", [0.0, 30000.0, float("-inf")])
+@pytest.mark.parametrize(
+    ("offset", "softcap"), [(0.0, 0.0), (0.0, 2.0), (0.0, 100.0), (30000.0, 0.0), (float("-inf"), 0.0)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ops(dtype, offset, way, device):
+def test_ops(dtype, offset, softcap, way, device):
     """Logits that are large and close to each other, some that are impossible, rows that do not count, ragged rows."""
     if way == "triton":
         pytest.importorskip("triton")
@@ -151,20 +153,22 @@ def test_ops(dtype, offset, way, device):
     labels = torch.tensor([9000, 0, -1, 7], device=device)
     scale = torch.tensor([1.0, 0.5, 1.0, 2.0], device=device)
     kept = labels >= 0
-    s = logits[kept].double() * scale[kept, None].double()
+    exact = logits[kept].double()
+    tanh = torch.tanh(exact / softcap) if softcap else torch.zeros_like(exact)
+    s = (softcap * tanh if softcap else exact) * scale[kept, None].double()
     log_p = s.log_softmax(-1)
     p, is_own = log_p.exp(), F.one_hot(labels[kept], 9001).bool()
     surprise = torch.where(p > 0, log_p, 0)
     entropy = -(p * surprise).sum(-1)
-    own, lse, mean = kernels.fwd(logits, labels, scale, 0)
+    own, lse, mean = kernels.fwd(logits, labels, scale, softcap, 0)
     for one, right in ((own - lse, log_p[is_own]), (lse - mean, entropy), (lse, s.logsumexp(-1))):
         torch.testing.assert_close(one[kept], right, rtol=1e-6, atol=1e-5)
     assert all(x[2] == 0 for x in (own, lse, mean))
 
     incoming = torch.randn(3, 4, device=device)
     a, b, c = incoming[:, kept, None].double()
-    right = (a * is_own + p * (c - a - b * (surprise + entropy[:, None]))) * scale[kept, None]
-    kernels.bwd_(logits, labels, scale, lse, mean, *incoming, 0)
+    right = (a * is_own + p * (c - a - b * (surprise + entropy[:, None]))) * scale[kept, None] * (1 - tanh.square())
+    kernels.bwd_(logits, labels, scale, lse, mean, *incoming, softcap, 0)
     assert (logits[2] == 0).all()
     torch.testing.assert_close(logits[kept].double(), right, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
 
@@ -176,11 +180,11 @@ def test_no_possible_class_and_no_columns(way, device):
     kernels = importlib.import_module("flash_attn._triton.log_probs") if way == "triton" else reference
     logits, labels = torch.full((1, 5), float("-inf"), device=device), torch.tensor([2], device=device)
     scale = torch.ones(1, device=device)
-    own, lse, mean = kernels.fwd(logits, labels, scale, 0)
+    own, lse, mean = kernels.fwd(logits, labels, scale, 0.0, 0)
     assert own.isneginf() and lse.isneginf() and mean.isfinite()
-    own, lse, mean = kernels.fwd(logits[:, :0], labels, scale, 0)
+    own, lse, mean = kernels.fwd(logits[:, :0], labels, scale, 0.0, 0)
     assert own == 0 and lse.isneginf() and mean.isfinite()
-    assert all(x.shape == (0,) for x in kernels.fwd(logits[:0], labels[:0], scale[:0], 0))
+    assert all(x.shape == (0,) for x in kernels.fwd(logits[:0], labels[:0], scale[:0], 0.0, 0))
 
 
 @pytest.mark.parametrize("cuts", [(17,), (0, 5), (53,), (3, 52)])
@@ -191,9 +195,9 @@ def test_parts_of_the_vocabulary(cuts, device):
     labels = torch.randint(20, VOCAB, (ROWS,), device=device)
     labels[::4] = -1
     starts, ends = (0, *cuts), (*cuts, VOCAB)
-    parts = [ops.fwd(logits[:, start:end], labels, scale, start) for start, end in zip(starts, ends)]
+    parts = [ops.fwd(logits[:, start:end], labels, scale, 0.0, start) for start, end in zip(starts, ends)]
     found = ops.joined(*(torch.stack(each) for each in zip(*parts)), labels)
-    for one, other in zip(found, ops.fwd(logits, labels, scale, 0), strict=True):
+    for one, other in zip(found, ops.fwd(logits, labels, scale, 0.0, 0), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
@@ -250,6 +254,17 @@ def test_backward_twice_and_no_second_derivative(device):
     assert all(torch.equal(one, other) for one, other in zip(first, second))
     with pytest.raises(RuntimeError, match="differentiate twice"):
         second[0].sum().backward()
+
+
+def test_results_may_be_overwritten(device):
+    tensors, labels = inputs(device=device)
+    expected = with_gradients(linear_log_probs, tensors, labels, (2.0, 2.0, 2.0))[3:]
+
+    def overwritten(*args):
+        return [x.mul_(2) for x in linear_log_probs(*args)]
+
+    found = with_gradients(overwritten, tensors, labels, (1.0, 1.0, 1.0))[3:]
+    torch.testing.assert_close(found, expected)
 
 
 def test_transforms_of_torch_func(device):
