@@ -101,8 +101,9 @@ def linear_cross_entropy(
         sequence_parallel=sequence_parallel,
     )
     logit_scale, lse_square_scale, _ = xentropy.check_options(logit_scale, lse_square_scale, ignore_index)
-    rule: _Rule | _CappedRule = _Rule(xentropy.check_smoothing(label_smoothing), logit_scale, lse_square_scale)
-    if head.softcap > 0 and rule.label_smoothing == 0 and log_probs.cap_in_kernels(hidden):
+    label_smoothing = xentropy.check_smoothing(label_smoothing)
+    rule: _Rule | _CappedRule = _Rule(label_smoothing, logit_scale, lse_square_scale)
+    if head.softcap > 0 and label_smoothing == 0 and log_probs.cap_in_kernels(hidden):
         rule, head = _CappedRule(logit_scale, lse_square_scale, head.softcap), head._replace(softcap=0.0)
         flat = torch.where(kept, flat, -1)
     token_weights = _check_token_weights(token_weights, labels, kept)
