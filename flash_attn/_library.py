@@ -134,6 +134,11 @@ def is_where_kernels_run(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
+def memory_of_device(x: torch.Tensor) -> int | None:
+    """Bytes of memory that the GPU of `x` has; None on other devices."""
+    return torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else None
+
+
 def can_be_read_at_once(x: torch.Tensor) -> bool:
     """Whether the values of `x` can be read, which waits for no device and breaks no graph or transform."""
     is_plain = type(x) is torch.Tensor and not torch.compiler.is_compiling() and not _torch_private.is_transformed(x)

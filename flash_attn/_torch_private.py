@@ -41,6 +41,7 @@ except ImportError:
 _hooks_of_saved_tensors = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
 _is_wrapped = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda x: True)
 _is_legacy_batch = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
+_keeps_graph = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: True)
 _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 _has_any_global_hook: Callable[[], Any] = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
@@ -121,6 +122,11 @@ def is_transformed(x: torch.Tensor) -> bool:
 def saved_tensors_have_hooks() -> bool:
     """Whether hooks, as of a checkpoint, decide what becomes of saved tensors. True if torch cannot tell."""
     return _hooks_of_saved_tensors is None or _hooks_of_saved_tensors(False) is not None
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs keeps what was saved, as with retain_graph. True if torch cannot tell."""
+    return _keeps_graph()
 
 
 def is_legacy_batch(x: torch.Tensor) -> bool:

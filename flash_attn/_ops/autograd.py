@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flash_attn import _library
+from flash_attn import _library, _torch_private
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -89,6 +89,21 @@ def is_transformed(*tensors: torch.Tensor | None) -> bool:
     `Op` asks by itself; a function that calls `apply` of an autograd Function must ask first.
     """
     return not torch.compiler.is_compiling() and _library.is_transformed(tensors)
+
+
+def is_saved_alone() -> bool:
+    """In a forward: whether what it saves is kept as it is, for its own backward only: see `may_overwrite_saved`."""
+    return not torch.compiler.is_compiling() and not _torch_private.saved_tensors_have_hooks()
+
+
+def may_overwrite_saved(*incoming: torch.Tensor) -> bool:
+    """In a backward: whether tensors that were saved alone have no other use after it, and gradients are plain."""
+    return (
+        not torch.compiler.is_compiling()
+        and not _torch_private.keeps_graph()
+        and not is_transformed(*incoming)
+        and not any(map(_torch_private.is_legacy_batch, incoming))
+    )
 
 
 class _Gradients(torch.autograd.Function):

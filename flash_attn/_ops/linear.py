@@ -8,7 +8,8 @@ Sums are fp32, or fp64 for fp64, over the products of each block of `in` after a
 result is rounded. There is no TF32. The gradient of x is the same product with the transposed weight. Those of the
 weight and the bias are sums over rows, in the order of torch.
 
-`product` is what code of the package calls for a linear layer of its own: it obeys the level in force.
+`product` is what code of the package calls for a linear layer of its own: it obeys the level in force. `add_product`
+adds a product to a sum in float32, as for gradients of a weight from several chunks of rows.
 """
 
 import torch
@@ -26,6 +27,21 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def product(x, weight, bias):
     """x weight^T + bias: at level 2 by `fwd`, else as torch computes it."""
     return fwd(x, weight, bias) if invariance.level() == 2 else functional.linear(x, weight, bias)
+
+
+def add_product(total, a, b):
+    """total + a b in float32, where total is None for 0 or is overwritten, and a (m, k) and b (k, n) may have 16 bits.
+
+    On a GPU the product itself adds to the total. In a graph, which has no such product, it is rounded before.
+    """
+    if torch.compiler.is_compiling():
+        return (a @ b).float() if total is None else total.add_(a @ b)
+    if _library.is_where_kernels_run(a) and a.dtype != torch.float32:
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    with _library.without_autocast(a):
+        return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
 
 
 class _Linear(torch.autograd.Function):

@@ -107,7 +107,7 @@ def cross_entropy(
     at_once = at_once and invariance.level() == 0  # a kernel that adds up a row in another order
     if at_once and _serves_at_once(logits, in_place):
         _, _, *options = rest
-        count = _count(labels, classes, ignore_index) if reduction == "mean" else None
+        count = is_kept(labels, ignore_index, classes).sum() if reduction == "mean" else None
         dloss = (expectation or Expectation()).dloss(labels)
         expected = dloss.clone() if count is None else dloss / count  # not what a backward will write to
         losses, z_losses = _BothAtOnce.apply(logits, labels, expected.expand(labels.shape), options, in_place)
@@ -132,11 +132,22 @@ class Expectation:
     def __init__(self):
         self._dloss = None
 
+    @property
+    def value(self):
+        """What is expected, as a float, so that what is resumed goes on alike; None before it was ever asked for."""
+        return None if self._dloss is None else self._dloss.item()
+
+    @value.setter
+    def value(self, value):
+        self._dloss = None if value is None else torch.tensor(value, dtype=torch.float32)
+
     def dloss(self, labels):
         """A float32 scalar beside the labels."""
         dloss = self._dloss
         if dloss is None or dloss.device != labels.device or type(dloss) is not type(labels):
-            dloss = self._dloss = labels.new_ones((), dtype=torch.float32)
+            known = dloss is not None and _library.can_be_read_at_once(dloss)
+            value = dloss.item() if known else 1.0
+            dloss = self._dloss = labels.new_full((), value, dtype=torch.float32)
         return dloss
 
     def watch(self, loss):
@@ -172,12 +183,16 @@ def _serves_at_once(logits, in_place):
     return all(start * logits.element_size() % 16 == 0 for start in starts)
 
 
-def _count(labels, classes, ignore_index):
-    """How many rows count, as a tensor."""
+def bytes_of_logits(x, share, otherwise):
+    """How much of the memory of x's GPU logits may take, one of `share` parts; `otherwise` on other devices."""
+    memory = _library.memory_of_device(x)
+    return otherwise if memory is None else memory // share
+
+
+def is_kept(labels, ignore_index, classes):
+    """Which rows count."""
     kept = (labels >= 0) & (labels < classes)
-    if 0 <= ignore_index < classes:
-        kept &= labels != ignore_index
-    return kept.sum()
+    return kept & (labels != ignore_index) if 0 <= ignore_index < classes else kept
 
 
 def check(logits, labels, label_smoothing):
@@ -226,11 +241,6 @@ def check_transform(group, *tensors):
             "process_group must be None, or of one process, in forward mode and in transforms of torch.func: "
             f"found a group of {dist.get_world_size(group)} processes"
         )
-
-
-def without_others(x, labels, ignore_index, classes):
-    """Returns x (rows, features) with zeros in rows that do not count: a NaN there must not reach any gradient."""
-    return torch.where(reference.is_kept(labels, ignore_index, classes)[:, None], x, 0)
 
 
 def forward(logits, rest, group):
@@ -419,6 +429,6 @@ scale_ = _library.define(
     "xentropy_scale_(Tensor(a!) dlogits, Tensor dlosses, Tensor expected, Tensor kept) -> ()",
     reference=reference.scale_,
     fake=lambda *_: None,
-    triton=reference.scale_,  # it is elementwise: a kernel in Triton would only spare rows that need no scaling
+    triton=triton.launch("xentropy", "scale_"),
     sharding=sharding.xentropy_scale_,
 )

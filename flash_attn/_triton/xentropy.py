@@ -75,6 +75,31 @@ def redo_(dlogits, dlosses, expected, logits, *args):
     _differentiate(dlosses, _with_adjacent_columns(logits), *args, dlogits, expected)
 
 
+def scale_(dlogits, dlosses, expected, kept):
+    """Multiply the rows of dlogits that count by dlosses / expected. Rows whose dlosses came as expected are not read.
+
+    A program takes a row, of which there are few where nothing but that is to be found out.
+    """
+    out = _with_adjacent_columns(dlogits)
+    rows, columns = out.shape
+    if out.numel() > 0:
+        cross_entropy_scale_kernel[(rows,)](
+            out,
+            dlosses,
+            expected,
+            kept,
+            out.stride(0),
+            dlosses.stride(0),
+            expected.stride(0),
+            kept.stride(0),
+            columns,
+            BLOCK=_block(columns, 4096),
+            num_warps=8,
+        )
+    if out is not dlogits:
+        dlogits.copy_(out)
+
+
 def _differentiate(
     dlosses,
     logits,
@@ -225,6 +250,30 @@ def cross_entropy_bwd_kernel(
         gradient -= smooth_weight + tl.where(column == label - class_start, 1 - label_smoothing, 0.0)
         gradient *= dloss * logit_scale
     tl.store(dlogits + row * dlogits_stride + column, gradient.to(dlogits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cross_entropy_scale_kernel(
+    dlogits,
+    dlosses,
+    expected,
+    kept,
+    dlogits_stride,
+    dlosses_stride,
+    expected_stride,
+    kept_stride,
+    columns,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dlogits += row * dlogits_stride
+    dloss, was = tl.load(dlosses + row * dlosses_stride), tl.load(expected + row * expected_stride)
+    if (dloss != was) & (tl.load(kept + row * kept_stride) != 0):
+        factor = dloss / was
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(dlogits + column, mask=column < columns).to(tl.float32)
+            tl.store(dlogits + column, (x * factor).to(dlogits.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit

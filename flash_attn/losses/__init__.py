@@ -1,4 +1,4 @@
-"""Losses: cross entropy of logits, and of hidden states without the logits in memory."""
+"""Losses: cross entropy of logits; the same and log-probabilities of hidden states, without all logits in memory."""
 
 from flash_attn import _removed
 

@@ -88,6 +88,19 @@ class CrossEntropyLoss(torch.nn.Module):
         self._expectation.watch(loss)
         return (loss, self._reduced(z_losses, count)) if self.return_z_loss else loss
 
+    @property
+    def expected_gradient(self) -> float | None:
+        """The gradient that the loss is expected to get, for gradient_in_forward; None before the first forward.
+
+        Reading it waits for the device. A run that is resumed with it has the same bits as one that never stopped.
+        """
+        return self._expectation.value
+
+    @expected_gradient.setter
+    def expected_gradient(self, value: float | None) -> None:
+        """Expect `value`, or 1 for None."""
+        self._expectation.value = None if value is None else checks.as_float("expected_gradient", value)
+
     def _reduced(self, losses, count):
         if self.reduction == "none":
             return losses

@@ -318,8 +318,16 @@ def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None, layout: st
 
 def divided_by_items(loss_sum: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
     """The part that a batch has in the mean over num_items_in_batch labels of several batches."""
+    return loss_sum / _items_beside(loss_sum, num_items_in_batch)
+
+
+def weights_of_items(labels: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
+    """What each label weighs in that mean: a loss with these weights gets a gradient of 1, and none to be scaled by."""
+    return (labels.new_ones((), dtype=torch.float32) / _items_beside(labels, num_items_in_batch)).expand(labels.shape)
+
+
+def _items_beside(x: Tensor, num_items_in_batch: Tensor | int) -> Tensor | int:
     if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss_sum.device)
-    else:
-        checks.real("num_items_in_batch", num_items_in_batch)
-    return loss_sum / num_items_in_batch
+        return num_items_in_batch.to(x.device)
+    checks.real("num_items_in_batch", num_items_in_batch)
+    return num_items_in_batch

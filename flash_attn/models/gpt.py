@@ -53,8 +53,8 @@ from flash_attn.models._trainers import (
     TrainerMethods,
     as_asked,
     check_options,
-    divided_by_items,
     tokens_of,
+    weights_of_items,
 )
 from flash_attn.models.bigcode import remap_state_dict_hf_bigcode
 from flash_attn.models.falcon import remap_state_dict_hf_falcon
@@ -1027,25 +1027,24 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         classes: dict[str, Any] = dict(num_classes=self.vocab_size, process_group=self.process_group)
         if loss_fn is None:
             xentropy.check_classes(following, self.vocab_size)
-            options["reduction"] = "mean" if num_items_in_batch is None else "sum"
+            if num_items_in_batch is not None:
+                options |= dict(reduction="sum", token_weights=weights_of_items(following, num_items_in_batch))
         head: Any = self.lm_head
         takes_logits = loss_fn is None or _takes_logits(loss_fn)
         if fusing.may_fuse(head, _HEADS, hidden, hooks_of_all=takes_logits):
             if loss_fn is None:
                 loss_fn = functools.partial(linear_cross_entropy, sequence_parallel=by_tokens, **classes)
             weight = F.normalize(head.weight) if type(head) in _NORMED_HEADS else head.weight
-            loss = loss_fn(hidden, weight, following, head.bias, **options)
-        elif loss_fn is None:
-            loss = cross_entropy_of_logits(head(hidden), following, **options, **classes)
-        elif takes_logits:
-            loss = loss_fn.of_logits(head(hidden), following, **options)
-        else:
-            raise TypeError(
-                "loss_fn must have a method of_logits, as LinearCrossEntropyLoss has, where lm_head must be called (it "
-                "has hooks or an adapter, or is of another class): it would compute with the weight alone, "
-                f"found {loss_fn!r}"
-            )
-        return loss if num_items_in_batch is None else divided_by_items(loss, num_items_in_batch)
+            return loss_fn(hidden, weight, following, head.bias, **options)
+        if loss_fn is None:
+            return cross_entropy_of_logits(head(hidden), following, **options, **classes)
+        if takes_logits:
+            return loss_fn.of_logits(head(hidden), following, **options)
+        raise TypeError(
+            "loss_fn must have a method of_logits, as LinearCrossEntropyLoss has, where lm_head must be called (it "
+            "has hooks or an adapter, or is of another class): it would compute with the weight alone, "
+            f"found {loss_fn!r}"
+        )
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also takes state dicts of earlier releases, with `transformer.ln_0`, which are changed in place."""

@@ -576,6 +576,7 @@ def test_classes_divided_among_processes(precomputed):
     over_processes(2, check_parts, PARALLEL_CASES, precomputed, False)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch's compiler looks for the GPU, which a fork cannot use")
 def test_classes_divided_among_processes_compiled():
     over_processes(2, check_parts, PARALLEL_CASES[:1], False, True)
 
@@ -1038,3 +1039,39 @@ def test_names_of_the_triton_kernels():
     assert cross_entropy_fwd_kernel is not cross_entropy_bwd_kernel
     with pytest.raises(ImportError, match="cannot import name 'cross_entropy_kernel'"):
         from flash_attn.ops.triton.cross_entropy import cross_entropy_kernel  # noqa: F401
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_in_triton(dtype, device):
+    """Rows that count and got another gradient than was expected are multiplied; the others are left as they are."""
+    pytest.importorskip("triton")
+    kernels = importlib.import_module("flash_attn._triton.xentropy")
+    dlogits = torch.randn(4, 5001, device=device).to(dtype)[:, 1:]
+    dlosses, expected = torch.tensor([0.7, 1.0, 0.7, 0.25], device=device), torch.ones(1, device=device).expand(4)
+    kept = torch.tensor([True, True, False, True], device=device)
+    dlogits[1, 0] = float("nan")
+    right = dlogits.clone()
+    xentropy.reference.scale_(right, dlosses, expected, kept)
+    kernels.scale_(dlogits, dlosses, expected, kept)
+    torch.testing.assert_close(dlogits, right, rtol=8e-3 if dtype == torch.bfloat16 else 1e-6, atol=0, equal_nan=True)
+    assert dlogits[1, 0].isnan() and not torch.equal(dlogits[0], dlogits[2])
+
+
+def test_a_loss_that_goes_on_with_what_it_expected(device):
+    """In place, and with a gradient that is no power of two, it has the bits of one that never stopped."""
+
+    def step(loss_fn, seed):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(8, 100, generator=generator).bfloat16().to(device).requires_grad_()
+        (loss_fn(logits * 1, torch.arange(8, device=device)) / 3).backward()
+        return logits.grad
+
+    options = dict(inplace_backward=True, gradient_in_forward=True)
+    loss_fn, resumed, fresh = (CrossEntropyLoss(**options) for _ in range(3))
+    assert loss_fn.expected_gradient is None
+    step(loss_fn, 0)
+    resumed.expected_gradient = loss_fn.expected_gradient
+    assert loss_fn.expected_gradient == pytest.approx(1 / 3)
+    expected = step(loss_fn, 1)
+    assert torch.equal(step(resumed, 1), expected)
+    assert not torch.equal(step(fresh, 1), expected)

@@ -1,15 +1,17 @@
 """Cross entropy of a linear layer in chunks: against torch in float64, divided over processes, compiled."""
 
 import functools
+import weakref
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compare import assert_error_ratio
+from compare import assert_error_ratio, rms_error, unavoidable
 from processes import over_processes
 
+from flash_attn.losses import _linear_head as linear_head
 from flash_attn.losses import linear_cross_entropy as module
 from flash_attn.losses.linear_cross_entropy import (
     LinearCrossEntropyLoss,
@@ -42,16 +44,22 @@ def plain(
     label_smoothing=0.0,
     ignore_index=-100,
     softcap=0.0,
+    token_weights=None,
 ):
     """The same with all logits, in the dtype of the arguments, the loss in float32 at least."""
     logits = F.linear(hidden, weight, bias)[..., :num_classes].flatten(0, -2)
-    logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
-    logits = logit_scale * (logits.float() if logits.dtype != torch.float64 else logits)
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    logits = logit_scale * (softcap * torch.tanh(logits / softcap) if softcap > 0 else logits)
     labels = labels.flatten()
     options = dict(label_smoothing=label_smoothing, ignore_index=ignore_index, reduction="none")
     losses = F.cross_entropy(logits, labels.long(), **options)
     kept = labels != ignore_index
     losses = losses + lse_square_scale * logits.logsumexp(-1).square() * kept
+    if token_weights is not None:
+        kept = kept * token_weights.flatten().to(losses.dtype)
+        losses = losses * kept
+    if reduction == "none":
+        return losses
     return losses.sum() / (kept.sum() if reduction == "mean" else 1)
 
 
@@ -59,12 +67,19 @@ def with_gradients(function, tensors, labels, dloss=1.0, **options):
     tensors = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     hidden, weight, *bias = tensors
     loss = function(hidden, weight, labels, *bias, **options)
-    return [loss.detach(), *torch.autograd.grad(loss, tensors, torch.full_like(loss, dloss))]
+    incoming = torch.full_like(loss, dloss) * torch.linspace(1, 2, loss.numel(), device=loss.device).view(loss.shape)
+    return [loss.detach(), *torch.autograd.grad(loss, tensors, incoming.to(loss.dtype))]
 
 
+TOKEN_WEIGHTS = torch.linspace(-0.5, 2, ROWS)
 OPTIONS = [
     dict(),
     dict(reduction="sum"),
+    dict(reduction="none"),
+    dict(reduction="none", softcap=2.0, num_classes=50, label_smoothing=0.1, logit_scale=0.5),
+    dict(token_weights=TOKEN_WEIGHTS, lse_square_scale=1e-2),
+    dict(token_weights=TOKEN_WEIGHTS, reduction="sum"),
+    dict(token_weights=TOKEN_WEIGHTS, reduction="none", ignore_index=3),
     dict(num_classes=50),
     dict(label_smoothing=0.1, num_classes=50),
     dict(lse_square_scale=1e-2, logit_scale=0.5),
@@ -73,9 +88,14 @@ OPTIONS = [
 ]
 
 
+def name_of(options):
+    return "-".join(f"{key}={'some' if key == 'token_weights' else value}" for key, value in options.items()) or "plain"
+
+
 @pytest.mark.parametrize("chunk_size", [None, 1, 10, 37, 100])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_loss_and_gradients(options, chunk_size, device):
+    options = on(device, options)
     tensors, labels = inputs(device=device)
     labels[labels >= options.get("num_classes", VOCAB)] = -100
     if "ignore_index" in options:
@@ -84,7 +104,30 @@ def test_loss_and_gradients(options, chunk_size, device):
     baseline = with_gradients(plain, tensors, labels, 0.7, **options)
     found = with_gradients(linear_cross_entropy, tensors, labels, 0.7, chunk_size=chunk_size, **options)
     for one, right, other in zip(found, exact, baseline, strict=True):
-        assert_error_ratio(one, right, other)
+        assert_error_ratio(one, right, other, plus=unavoidable(right, one.dtype, terms=16 * ROWS))  # losses up to 16
+
+
+def on(device, options):
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 10])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(reduction="none", num_classes=50, logit_scale=0.5), dict(lse_square_scale=1e-2)],
+    ids=name_of,
+)
+def test_softcap_as_kernels_have_it(options, chunk_size, monkeypatch, device):
+    """On a GPU they apply it as they read logits."""
+    monkeypatch.setattr(module.log_probs, "cap_in_kernels", lambda x: True)
+    tensors, labels = inputs(device=device)
+    labels[labels >= 50] = -100
+    options = options | dict(softcap=2.0)
+    exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels, 0.7, **options)
+    baseline = with_gradients(plain, tensors, labels, 0.7, **options)
+    found = with_gradients(linear_cross_entropy, tensors, labels, 0.7, chunk_size=chunk_size, **options)
+    for one, right, other in zip(found, exact, baseline, strict=True):
+        assert_error_ratio(one, right, other, plus=unavoidable(right, one.dtype, terms=16 * ROWS))
 
 
 def of_logits(hidden, weight, labels, bias, **options):
@@ -92,41 +135,60 @@ def of_logits(hidden, weight, labels, bias, **options):
     return cross_entropy_of_logits(F.linear(hidden, weight, bias), labels, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_loss_of_logits(options, device):
+    options = on(device, options)
     tensors, labels = inputs(device=device)
     labels[labels >= options.get("num_classes", VOCAB)] = -100
     found = with_gradients(of_logits, tensors, labels, 0.7, **options)
     expected = with_gradients(linear_cross_entropy, tensors, labels, 0.7, **options)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     hidden, weight, bias = (tensor.detach() for tensor in tensors)
-    softcap = {name: value for name, value in options.items() if name == "softcap"}  # is of the model, not of the loss
-    of_loss = {name: value for name, value in options.items() if name != "softcap"}
+    of_call = {name: value for name, value in options.items() if name in ("softcap", "token_weights")}
+    of_loss = {name: value for name, value in options.items() if name not in of_call}
     loss_fn = LinearCrossEntropyLoss(**of_loss, return_z_loss=True, chunk_size=10)
-    both = loss_fn.of_logits(F.linear(hidden, weight, bias).view(1, ROWS, VOCAB), labels[None], **softcap)
-    torch.testing.assert_close(both, loss_fn(hidden, weight, labels, bias, **softcap))
+    both = loss_fn.of_logits(F.linear(hidden, weight, bias), labels, **of_call)
+    torch.testing.assert_close(both, loss_fn(hidden, weight, labels, bias, **of_call))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(softcap=5.0)], ids=str)
+@pytest.mark.parametrize("chunk_size", [16, None])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(softcap=5.0), dict(reduction="none"), dict(reduction="sum", token_weights=TOKEN_WEIGHTS / 2**20)],
+    ids=name_of,
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bits(dtype, options, device):
+def test_16_bits(dtype, options, chunk_size, device):
+    options = on(device, options)
     tensors, labels = inputs(dtype, device)
-    exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels, **options)
-    baseline = with_gradients(plain, tensors, labels, **options)
-    found = with_gradients(linear_cross_entropy, tensors, labels, chunk_size=16, **options)
+    # In float16, gradients that are small until a scale of the loss makes up for it must not vanish before.
+    dloss = 2.0**20 if "token_weights" in options else 1.0
+    exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels, dloss, **options)
+    baseline = with_gradients(plain, tensors, labels, dloss, **options)
+    found = with_gradients(linear_cross_entropy, tensors, labels, dloss, chunk_size=chunk_size, **options)
     for one, right, other in zip(found, exact, baseline, strict=True):
         assert_error_ratio(one, right, other)
 
 
-def test_small_gradients_in_float16(device):
-    """Over many rows those of a mean are below what float16 has, until a scale of the loss makes up for it."""
-    rows = 2048
-    hidden, weight = torch.randn(rows, 8, device=device), torch.randn(11, 8, device=device)
-    labels = torch.randint(11, (rows,), device=device)
-    exact = with_gradients(plain, [hidden.half().double(), weight.half().double()], labels, 2.0**16)
-    found = with_gradients(linear_cross_entropy, [hidden.half(), weight.half()], labels, 2.0**16)
-    for one, right in zip(found[1:], exact[1:], strict=True):
-        torch.testing.assert_close(one.double(), right, rtol=2e-2, atol=2e-2 * right.abs().max().item())
+@pytest.mark.parametrize("chunk_size", [None, 512])
+def test_small_gradients_in_float16(chunk_size, device):
+    """Over many rows those of a mean are below what float16 has, until a scale of the loss makes up for it.
+
+    Classes are rare, so that the gradients of their logits, divided by the rows, are below 6e-8, the least of float16.
+    """
+    rows = 4096
+    tensors = [torch.randn(*shape, device=device) for shape in ((rows, 8), (11, 8), (11,))]
+    tensors[2] -= torch.linspace(0, 16, 11, device=device)
+    tensors = [x.half() for x in tensors]
+    labels = torch.randint(3, (rows,), device=device)
+    exact = with_gradients(plain, [x.double() for x in tensors], labels, 2.0**14)
+    baseline = with_gradients(plain, tensors, labels, 2.0**14)
+    found = with_gradients(linear_cross_entropy, tensors, labels, 2.0**14, chunk_size=chunk_size)
+    rare = slice(8, None)
+    for one, right, other in zip(found, exact, baseline, strict=True):
+        assert_error_ratio(one, right, other)
+    for one, right, other in zip(found[2:], exact[2:], baseline[2:], strict=True):
+        assert rms_error(one[rare], right[rare]) <= 1.5 * rms_error(other[rare], right[rare])
 
 
 def test_autocast(device):
@@ -184,6 +246,12 @@ def test_rows_that_do_not_count_are_not_looked_at(value, device):
     found = with_gradients(linear_cross_entropy, tensors, labels)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+    weights = torch.where((labels < 0) | (labels == VOCAB), value, 1.0)
+    for dtype in (torch.float32, torch.float16):
+        narrow = [tensor.to(dtype) for tensor in tensors]
+        weighed = with_gradients(linear_cross_entropy, narrow, labels, token_weights=weights)
+        for one, other in zip(weighed, with_gradients(linear_cross_entropy, narrow, labels), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(num_classes=50, reduction="sum", label_smoothing=0.1)], ids=str)
@@ -219,12 +287,62 @@ def test_no_second_derivative(index, device):
         gradient.sum().backward()
 
 
-def test_backward_twice(device):
-    (hidden, weight), labels = inputs(device=device, bias=False)
-    loss = linear_cross_entropy(hidden, weight, labels)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_twice(dtype, reduction, device):
+    """What the first returns is not what the second multiplies, even if its owner writes to it."""
+    (hidden, weight), labels = inputs(dtype, device=device, bias=False)
+    loss = 0.5 * linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
     first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    copies = [x.clone() for x in first]
+    for x in first:
+        x.zero_()
     second = torch.autograd.grad(loss, [hidden, weight])
-    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    assert all(torch.equal(one, other) for one, other in zip(copies, second))
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_may_be_overwritten(reduction, device):
+    """As trainers do that scale it."""
+    (hidden, weight), labels = inputs(device=device, bias=False)
+    expected = with_gradients(linear_cross_entropy, [hidden, weight], labels, 0.5, reduction=reduction)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+    loss *= 0.5 * torch.linspace(1, 2, loss.numel(), device=device).view(loss.shape)
+    found = torch.autograd.grad(loss.sum(), [hidden, weight])
+    torch.testing.assert_close(found, tuple(expected[1:]))
+
+
+def test_gradients_of_the_forward_are_returned_as_they_are(monkeypatch, device):
+    """One backward has them to itself: it scales them where they are, by a kernel that reads nothing for 1."""
+    scaled = []
+    real = module.xentropy.scale_
+    monkeypatch.setattr(module.xentropy, "scale_", lambda x, *args: scaled.append(x.data_ptr()) or real(x, *args))
+    (hidden, weight), labels = inputs(torch.bfloat16, device=device, bias=False)
+    linear_cross_entropy(hidden, weight, labels).backward()
+    assert {hidden.grad.data_ptr(), weight.grad.data_ptr()} <= set(scaled)
+
+
+@pytest.mark.parametrize("dloss", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_behind_hooks_and_batches_of_them(dtype, dloss, device):
+    """Saved tensors that something else keeps, and incoming gradients that are several at once, are not overwritten."""
+    (hidden, weight), labels = inputs(dtype, device=device, bias=False)
+    expected = with_gradients(linear_cross_entropy, [hidden, weight], labels, dloss)[1:]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append((x, x.clone())) or x, lambda x: x):
+        loss = linear_cross_entropy(hidden, weight, labels)
+    found = torch.autograd.grad(loss, [hidden, weight], torch.full_like(loss, dloss))
+    assert all(torch.equal(x, copy) for x, copy in kept)
+    torch.testing.assert_close(found, tuple(expected))
+    checkpointed = torch.utils.checkpoint.checkpoint(linear_cross_entropy, hidden, weight, labels, use_reentrant=False)
+    found = torch.autograd.grad(checkpointed, [hidden, weight], torch.full_like(loss, dloss))
+    torch.testing.assert_close(found, tuple(expected))
+    loss = linear_cross_entropy(hidden, weight, labels)
+    several = torch.autograd.grad(loss, [hidden, weight], torch.stack([loss, loss]) * 0 + dloss, is_grads_batched=True)
+    for one, other in zip(several, expected, strict=True):
+        torch.testing.assert_close(one, torch.stack([other, other]))
 
 
 def test_nothing_to_do(device):
@@ -257,15 +375,57 @@ def test_odd_but_legal():
             linear_cross_entropy(hidden, weight, labels, **{name: learned})
 
 
-def test_chunks_hold_few_logits(monkeypatch, device):
-    """The largest tensor that is made has not all rows."""
-    sizes = []
-    real = module.torch.nn.functional.linear
-    monkeypatch.setattr(module.torch.nn.functional, "linear", lambda *args: sizes.append(len(args[0])) or real(*args))
-    monkeypatch.setattr(module, "_LOGITS", 128 * VOCAB)
-    (_, weight), _ = inputs(device=device, bias=False)
-    linear_cross_entropy(torch.randn(300, FEATURES, device=device), weight, torch.zeros(300, dtype=int, device=device))
-    assert sizes == [128, 128, 44]
+@pytest.mark.parametrize(
+    ("options", "tokens", "sizes"),
+    [
+        (dict(), 300, [300]),  # the logits take fewer bytes than sums of the gradient in float32
+        (dict(), 3000, [1024, 1024, 952]),  # more tokens than features
+        (dict(chunk_bytes=200 * VOCAB * 4), 300, [128, 128, 44]),
+        (dict(chunk_bytes=508 * VOCAB, softcap=1.0), 300, [100, 100, 100]),  # what it needs counts, too
+        (dict(chunk_bytes=1000 * VOCAB * 4), 300, [300]),
+        (dict(chunk_bytes=VOCAB * 4), 3, [1, 1, 1]),
+        (dict(chunk_size=299), 300, [299, 1]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_at_a_time(reduction, options, tokens, sizes, monkeypatch, device):
+    """Logits are never those of more rows, forward and backward, and results are the same."""
+    found, before = [], lambda: None
+    real = linear_head.linear.product
+
+    def product(*args):
+        nonlocal before
+        assert before() is None, "the logits of the chunk before are still there"
+        found.append(len(args[0]))
+        logits = real(*args)
+        before = weakref.ref(logits)
+        return logits
+
+    monkeypatch.setattr(linear_head.linear, "product", product)
+    monkeypatch.setattr(linear_head.xentropy, "bytes_of_logits", lambda *_: 0)
+    tensors = torch.randn(tokens, 1024, device=device), torch.randn(VOCAB, 1024, device=device) / 32
+    labels = torch.randint(VOCAB, (tokens,), device=device)
+    results = with_gradients(linear_cross_entropy, tensors, labels, reduction=reduction, **options)
+    assert found == sizes * (2 if reduction == "none" else 1)
+    of_plain = {name: value for name, value in options.items() if name == "softcap"}
+    expected = with_gradients(plain, tensors, labels, reduction=reduction, **of_plain)
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_few_logits_where_nothing_needs_more(monkeypatch, device):
+    """Without sums of a gradient of the weight, more logits at a time would only take memory."""
+    monkeypatch.setattr(linear_head, "BYTES", 128 * VOCAB * 4)
+    found = []
+    real = linear_head.linear.product
+    monkeypatch.setattr(linear_head.linear, "product", lambda *args: found.append(len(args[0])) or real(*args))
+    hidden, weight = torch.randn(300, 1024, device=device), torch.randn(VOCAB, 1024, device=device)
+    labels = torch.zeros(300, dtype=int, device=device)
+    linear_cross_entropy(hidden.requires_grad_(), weight, labels).backward()
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight.requires_grad_(), labels)
+    assert found == [128, 128, 44] * 2
 
 
 def test_compiled(device):
@@ -287,7 +447,13 @@ def test_compiled(device):
         (dict(bias=torch.randn(5)), ValueError, r"bias must have shape \(53,\)"),
         (dict(num_classes=54), ValueError, "num_classes must be from 1 to 53, the rows of the weight, found 54"),
         (dict(chunk_size=0), ValueError, "chunk_size must be positive, found 0"),
-        (dict(reduction="none"), ValueError, "reduction must be 'mean' or 'sum', found 'none'"),
+        (dict(chunk_bytes=211), ValueError, "chunk_bytes must be at least 212, the logits of a token, found 211"),
+        (dict(chunk_bytes="1 GB"), TypeError, "chunk_bytes must be an integer, found str"),
+        (dict(chunk_bytes=2**20, chunk_size=5), ValueError, "chunk_size must be None with chunk_bytes, found 5 and 10"),
+        (dict(token_weights=torch.ones(5)), ValueError, r"token_weights must have shape \(37,\), found \(5,\)"),
+        (dict(token_weights=torch.ones(37).long()), TypeError, "token_weights must have dtype torch.float32"),
+        (dict(token_weights=torch.ones(37).requires_grad_()), ValueError, "token_weights must not require grad"),
+        (dict(reduction="max"), ValueError, "reduction must be 'mean', 'sum' or 'none', found 'max'"),
         (dict(label_smoothing=2.0), ValueError, "label_smoothing must be between 0 and 1, found 2.0"),
         (dict(softcap=-1.0), ValueError, "softcap must be at least 0, found -1.0"),
         (dict(softcap="30"), TypeError, "softcap must be a real number, found str"),
@@ -308,7 +474,7 @@ def test_errors(change, error, says):
         (dict(logits=torch.randn(53)), ValueError, "the number of dimensions of logits must be at least 2, found 1"),
         (dict(labels=torch.zeros(5, dtype=torch.int64)), ValueError, r"labels must have shape \(37,\), found \(5,\)"),
         (dict(num_classes=54), ValueError, "num_classes must be from 1 to 53, the logits, found 54"),
-        (dict(reduction="none"), ValueError, "reduction must be 'mean' or 'sum', found 'none'"),
+        (dict(reduction="max"), ValueError, "reduction must be 'mean', 'sum' or 'none', found 'max'"),
         (dict(softcap=-1.0), ValueError, "softcap must be at least 0, found -1.0"),
     ],
 )
@@ -324,7 +490,15 @@ def check_parallel(group):
     hidden, weight, bias = torch.randn(40, FEATURES), torch.randn(56, FEATURES), torch.randn(56)
     labels = torch.randint(50, (40,))
     labels[::7] = -100
-    for options in (dict(), dict(label_smoothing=0.1, lse_square_scale=1e-2), dict(reduction="sum"), dict(softcap=2.0)):
+    some = dict(token_weights=torch.linspace(-0.5, 2, 40))
+    for options in (
+        dict(),
+        dict(label_smoothing=0.1, lse_square_scale=1e-2),
+        dict(reduction="sum"),
+        dict(softcap=2.0),
+        dict(reduction="none", **some),
+        some,
+    ):
         options |= dict(num_classes=50, chunk_size=12)
         expected = with_gradients(linear_cross_entropy, [hidden, weight, bias], labels, **options)
         rows = slice(rank * 56 // world, (rank + 1) * 56 // world)

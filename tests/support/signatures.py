@@ -263,18 +263,29 @@ SIGNATURES = {
         "linear_cross_entropy": (
             "hidden, weight, labels, bias=None, *, num_classes=None, ignore_index=-100, reduction='mean', "
             "label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, return_z_loss=False, chunk_size=None, "
-            "process_group=None, sequence_parallel=True, softcap=0.0"
+            "process_group=None, sequence_parallel=True, softcap=0.0, token_weights=None, chunk_bytes=None"
         ),
         "cross_entropy_of_logits": (
             "logits, labels, *, num_classes=None, ignore_index=-100, reduction='mean', label_smoothing=0.0, "
-            "logit_scale=1.0, lse_square_scale=0.0, return_z_loss=False, process_group=None, softcap=0.0"
+            "logit_scale=1.0, lse_square_scale=0.0, return_z_loss=False, process_group=None, softcap=0.0, "
+            "token_weights=None"
         ),
         "LinearCrossEntropyLoss": (
             "ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
-            "process_group=None, return_z_loss=False, num_classes=None, chunk_size=None, sequence_parallel=True"
+            "process_group=None, return_z_loss=False, num_classes=None, chunk_size=None, sequence_parallel=True, "
+            "chunk_bytes=None"
         ),
-        "LinearCrossEntropyLoss.forward": "self, hidden, weight, labels, bias=None, *, softcap=0.0",
-        "LinearCrossEntropyLoss.of_logits": "self, logits, labels, *, softcap=0.0",
+        "LinearCrossEntropyLoss.forward": (
+            "self, hidden, weight, labels, bias=None, *, softcap=0.0, token_weights=None"
+        ),
+        "LinearCrossEntropyLoss.of_logits": "self, logits, labels, *, softcap=0.0, token_weights=None",
+    },
+    "flash_attn.losses.linear_log_probs": {
+        "linear_log_probs": (
+            "hidden, weight, labels, bias=None, *, temperature=1.0, num_classes=None, ignore_index=-100, softcap=0.0, "
+            "chunk_size=None, chunk_bytes=None, process_group=None, sequence_parallel=True"
+        ),
+        "LogProbs": "log_probs, entropy, lse",
     },
     "flash_attn.models.baichuan": {
         "baichuan_config_to_gpt2_config": "baichuan_config",

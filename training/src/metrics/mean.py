@@ -1,6 +1,7 @@
 """What our metrics share: they are a mean over all that was seen, kept as a sum and a count."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class Mean(Metric, ABC):
     def totals(self, totals: tuple[Tensor, Tensor]) -> None:
         for name, total, before in zip((self.total_name, self.count_name), totals, self.totals):
             setattr(self, name, total.to(before))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Sums keep their dtype where a model is put into 16 bits; else they would soon stop to grow."""
+        return super()._apply(lambda x: fn(x).to(x.dtype), *args, **kwargs)
 
     def _forward_reduce_state_update(self, *args: Any, **kwargs: Any) -> Tensor:
         self.update(*args, **kwargs)

@@ -31,6 +31,7 @@ log = utils.get_logger(__name__)
 
 # Losses that train.loss_fn may name; null is the first.
 LOSSES = {"torch": torch.nn.CrossEntropyLoss, "fused": CrossEntropyLoss, "linear": LinearCrossEntropyLoss}
+_EXPECTED = "expected_gradient"  # of the loss, in a checkpoint
 _WITHOUT_LOGITS = (MeanLoss, NumTokens, Perplexity)
 
 
@@ -157,9 +158,13 @@ class SequenceModel(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.train_totals.save(self.trainer, checkpoint)
+        if isinstance(self.loss_fn, CrossEntropyLoss):
+            checkpoint[_EXPECTED] = self.loss_fn.expected_gradient
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.train_totals.load(checkpoint)
+        if isinstance(self.loss_fn, CrossEntropyLoss):
+            self.loss_fn.expected_gradient = checkpoint.get(_EXPECTED)
 
     def on_train_start(self) -> None:
         self.train_totals.begin(self.trainer)
@@ -240,15 +245,24 @@ class SequenceLMModel(SequenceModel):
     def instantiate_metrics(self) -> None:
         super().instantiate_metrics()
         if not any(isinstance(f, LinearCrossEntropyLoss) for f in (self.loss_fn, self.loss_fn_val)):
+            of_logits = self.loss_fn
+            at_once = isinstance(of_logits, CrossEntropyLoss) and of_logits.gradient_in_forward
+            if at_once and of_logits.inplace_backward:
+                self._refuse_metrics_of_logits(
+                    "train.loss_fn with gradient_in_forward and inplace_backward overwrites the logits"
+                )
             return
         if not isinstance(self.model, GPTLMHeadModel):
             raise ValueError(
                 "train.loss_fn=linear needs a model that computes the loss itself, flash_attn's GPTLMHeadModel; "
                 f"found {type(self.model).__name__} as model._target_"
             )
+        self._refuse_metrics_of_logits("train.loss_fn=linear has no logits")
+
+    def _refuse_metrics_of_logits(self, why: str) -> None:
         for name, metric in self.train_metrics.items(keep_base=True):
             if not isinstance(metric, _WITHOUT_LOGITS):
-                raise ValueError(f"train.loss_fn=linear has no logits, which eval.metrics.{name} needs")
+                raise ValueError(f"{why}, which eval.metrics.{name} needs")
 
     def step(self, batch: Any, is_train: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
         """The mean loss of all tokens, logits (tokens, classes) or None with a linear loss, and targets (tokens,)."""

@@ -53,6 +53,16 @@ def test_perplexity_adds_in_float64():
     assert metric.count.dtype == torch.int64
 
 
+@pytest.mark.parametrize("cast", [lambda x: x.to(torch.bfloat16), lambda x: x.half(), lambda x: x.type(torch.float16)])
+def test_sums_keep_their_dtype_in_a_model_of_16_bits(cast):
+    model = torch.nn.Module()
+    model.metric, model.weight = Perplexity(), torch.nn.Parameter(torch.ones(1))
+    cast(model)
+    for _ in range(1000):
+        model.metric.update(torch.zeros(7, 10), torch.zeros(7, dtype=torch.int64))
+    assert model.weight.dtype.itemsize == 2 and model.metric.compute().item() == pytest.approx(10, rel=1e-6)
+
+
 def test_perplexity_takes_logits_of_any_shape():
     logits, labels = torch.randn(2, 3, CLASSES), torch.randint(CLASSES, (2, 3))
     assert Perplexity()(logits, labels) == Perplexity()(logits.flatten(0, 1), labels.flatten())

@@ -1,5 +1,6 @@
 """Each file of configs/optimizer and configs/scheduler makes what it names, and that trains a model."""
 
+import copy
 import pathlib
 import sys
 
@@ -10,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from src.optim.adamw import AdamW
+from src.optim.adamw import AdamW, MasterAdamW
 from src.optim.lamb import Lamb
 from src.optim.param_grouping import group_parameters_for_optimizer
 
@@ -150,3 +151,48 @@ def test_lamb_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.optim", None)
     with pytest.raises(ImportError, match="pip install timm"):
         Lamb([torch.nn.Parameter(torch.ones(1))])
+
+
+def test_masters_of_weights_in_16_bits():
+    """Steps that a weight in 16 bits cannot show add up, as they do in float32 with the same gradients."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(7, 5).bfloat16()), torch.nn.Parameter(torch.randn(3).bfloat16())]
+    plain = [torch.nn.Parameter(p.detach().float()) for p in weights]
+    own = torch.nn.Parameter(torch.randn(4))  # in float32: it is its own master
+    options = dict(lr=1e-4, weight_decay=0.1, betas=(0.9, 0.95))
+    optimizer = MasterAdamW([{"params": weights}, {"params": [own], "weight_decay": 0.0}], **options)
+    reference = torch.optim.AdamW(plain, **options, foreach=False)
+    before = weights[0].detach().clone()
+    for step in range(40):
+        for p, q in zip(weights, plain):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).add(0.5).bfloat16()
+            q.grad = p.grad.float()
+        own.grad = torch.ones(4)
+        optimizer.step()
+        reference.step()
+        if step == 20:  # resumed
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = MasterAdamW([{"params": weights}, {"params": [own], "weight_decay": 0.0}], **options)
+            optimizer.load_state_dict(state)
+    for p, q in zip(weights, plain):
+        master = optimizer.state[p]["master"]
+        assert master.dtype == optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
+        torch.testing.assert_close(master, q.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(p, master.bfloat16())
+    assert (weights[0] - before).abs().max() > 0 and "master" not in optimizer.state[own]
+    with pytest.raises(ValueError, match="amsgrad must be False, found True"):
+        MasterAdamW([own], amsgrad=True)
+
+
+def test_masters_in_a_run():
+    cfg = config("optimizer", "adamw-master", lr=1e-2).optimizer
+    model, loss = model_and_loss()
+    optimizer = instantiate(cfg, model.parameters())
+    assert type(optimizer) is MasterAdamW and optimizer.param_groups[0]["fused"]
+    first = loss().item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+    assert value.item() < first

@@ -51,7 +51,12 @@ class Record(L.Callback):
         self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-@pytest.mark.parametrize("loss_fn", ["fused", "linear", "torch"])
+IN_PLACE = (
+    "{_target_: flash_attn.losses.cross_entropy.CrossEntropyLoss, inplace_backward: true, gradient_in_forward: true}"
+)
+
+
+@pytest.mark.parametrize("loss_fn", ["fused", "linear", "torch", IN_PLACE])
 def test_losses_are_the_same(loss_fn):
     """From logits and from hidden states: loss, gradients and the metrics of a batch."""
     results = []
@@ -84,6 +89,7 @@ def test_options_of_a_loss():
     [
         (("train.loss_fn=linear", "metrics=acc"), "train.loss_fn=linear has no logits, which eval.metrics.acc needs"),
         (("train.loss_fn=linear", "model=gpt2-hf"), "train.loss_fn=linear needs .* found GPT2LMHeadModel"),
+        ((f"train.loss_fn={IN_PLACE}", "metrics=acc"), "overwrites the logits, which eval.metrics.acc needs"),
         (("train.loss_fn=mse",), "train.loss_fn must have a _target_ or be one of torch, fused, linear, found 'mse'"),
     ],
 )
