@@ -1,0 +1,15 @@
+"""Sequences that are too long for one GPU: each rank of a group holds some of the tokens, and attention is exact.
+
+    plan = Plan(seqlens, group)                        # once for each batch: which rank has which tokens
+    batch = plan.shard_batch(batch)                    # this rank's part of input_ids, shifted labels and the like
+    out = cp_attn_func(q, k, v, causal=True, plan=plan)
+    loss = plan.mean_loss(loss_sum, count)
+
+docs/guides/context_parallel.md says when to use it and what is refused.
+"""
+
+from flash_attn.context_parallel.attention import cp_attn_func, cp_attn_kvpacked_func, cp_attn_qkvpacked_func
+from flash_attn.context_parallel.exchanges import heads_to_seq, seq_to_heads
+from flash_attn.context_parallel.plan import Plan
+
+__all__ = ["Plan", "cp_attn_func", "cp_attn_kvpacked_func", "cp_attn_qkvpacked_func", "heads_to_seq", "seq_to_heads"]
