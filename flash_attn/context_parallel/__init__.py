@@ -8,8 +8,21 @@
 docs/guides/context_parallel.md says when to use it and what is refused.
 """
 
-from flash_attn.context_parallel.attention import cp_attn_func, cp_attn_kvpacked_func, cp_attn_qkvpacked_func
-from flash_attn.context_parallel.exchanges import heads_to_seq, seq_to_heads
-from flash_attn.context_parallel.plan import Plan
+from flash_attn.context_parallel._attention import (
+    cp_attn_func,
+    cp_attn_kvpacked_func,
+    cp_attn_qkvpacked_func,
+    merge_attention,
+)
+from flash_attn.context_parallel._plan import Plan
+from flash_attn.context_parallel._seq_heads import heads_to_seq, seq_to_heads
 
-__all__ = ["Plan", "cp_attn_func", "cp_attn_kvpacked_func", "cp_attn_qkvpacked_func", "heads_to_seq", "seq_to_heads"]
+__all__ = [
+    "Plan",
+    "cp_attn_func",
+    "cp_attn_kvpacked_func",
+    "cp_attn_qkvpacked_func",
+    "heads_to_seq",
+    "merge_attention",
+    "seq_to_heads",
+]

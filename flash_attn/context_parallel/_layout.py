@@ -13,6 +13,7 @@ So each piece is an ordinary entry of attention with a window, and pieces whose 
 """
 
 import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,12 +26,12 @@ LAYOUTS = (*CHUNKS, "striped")
 def spans_of_ranks(seqlens: Sequence[int], world_size: int, layout: str, granularity: int) -> list[list[Span]]:
     """Returns the spans of each rank, in order of their positions. Neighbours are one span, and none is empty.
 
-    Borders of chunks are multiples of `granularity`, or of less where chunks have fewer than eight times as many tokens.
+    Borders of chunks are multiples of `granularity`, or of less where chunks have fewer than eight times as many.
     """
     total, count = sum(seqlens), CHUNKS[layout] * world_size
     granule = min(granularity, max(1, total // (8 * count)))
     borders = [(2 * i * total + count * granule) // (2 * count * granule) * granule for i in range(count)] + [total]
-    chunks = [(first, end) for first, end in zip(borders, borders[1:], strict=False)]
+    chunks = list(itertools.pairwise(borders))
     owners = _OWNERS[layout](chunks, seqlens, world_size)
     spans: list[list[Span]] = [[] for _ in range(world_size)]
     for (first, end), owner in zip(chunks, owners, strict=True):

@@ -267,7 +267,7 @@ def host_group(process_group: ProcessGroup) -> ProcessGroup:
 
 
 def device_of(process_group: ProcessGroup) -> torch.device:
-    """Returns where this process has the tensors that process_group exchanges: its current GPU with NCCL, or the CPU."""
-    if dist.get_backend(process_group) == "nccl":
+    """Returns where process_group exchanges tensors: on the current GPU of this process with NCCL, else on the CPU."""
+    if "nccl" in dist.get_backend(process_group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -24,10 +24,10 @@ class OnePlan(Plan):
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """Plans ask no group for their rank, and no other rank whether it agrees."""
-    monkeypatch.setattr("flash_attn.context_parallel.plan.group_of", lambda group: group)
-    monkeypatch.setattr("flash_attn.context_parallel.plan._compare", lambda *_, **__: None)
+    monkeypatch.setattr("flash_attn.context_parallel._plan.group_of", lambda group: group)
+    monkeypatch.setattr("flash_attn.context_parallel._plan._compare", lambda *_, **__: None)
     monkeypatch.setattr(
-        "flash_attn.context_parallel.plan._rank_and_size",
+        "flash_attn.context_parallel._plan._rank_and_size",
         lambda group: group._of if isinstance(group, OnePlan) else (dist.get_rank(group), dist.get_world_size(group)),
     )
 
@@ -99,7 +99,7 @@ def test_launches_compute_the_mask(layout):
                 of_launch = torch.zeros(launch.rows.stop - launch.rows.start, len(keys), dtype=torch.bool)
                 starts_q = launch.lengths.get("cu_seqlens_q", torch.tensor([0, len(of_launch)])).tolist()
                 starts_k = launch.lengths.get("cu_seqlens_k", torch.tensor([0, size])).tolist()
-                used = launch.lengths.get("seqused_k", torch.tensor(starts_k).diff()).tolist()
+                used = torch.tensor(starts_k).diff().tolist()
                 assert starts_k[-1] == size and starts_q[-1] == len(of_launch)
                 for i, count in enumerate(used):
                     rows, first = slice(*starts_q[i : i + 2]), launch.keys.start + starts_k[i]
@@ -204,7 +204,10 @@ def test_what_its_methods_refuse():
         (lambda: plan.unshard(torch.ones(1, 9)), r"x.shape\[1\] must be plan.tokens, 8, found 9"),
         (lambda: plan.shift_labels(torch.ones(1, 15)), "labels must have shape"),
         (lambda: plan.intervals(2), "source must be a rank, found 2"),
-        (lambda: plan.rotary(torch.ones(15, 2), torch.ones(15, 2)), r"cos.shape\[0\] must be at least 16, found 15"),
+        (
+            lambda: plan.rotary(torch.ones(15, 2), torch.ones(15, 2)),
+            r"cos.shape\[0\] must be at least the longest document, 16, found 15",
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             call()

@@ -31,6 +31,37 @@ SIGNATURES = {
         "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
         "pad_input": "hidden_states, indices, batch, seqlen",
     },
+    "flash_attn.context_parallel": {
+        "Plan": (
+            "seqlens, group, *, layout='auto', method='auto', granularity=128, pad_to=None, head_groups=None, "
+            "device=None"
+        ),
+        "Plan.shard": "self, x, dim=1, fill=0",
+        "Plan.unshard": "self, x, dim=1",
+        "Plan.shard_batch": "self, batch, dims=None",
+        "Plan.shift_labels": "self, labels, ignore_index=-100",
+        "Plan.mean_loss": "self, loss_sum, count, group=None",
+        "Plan.rotary": "self, cos, sin",
+        "Plan.intervals": "self, source=None, causal=True, window_size=(-1, -1)",
+        "cp_attn_func": (
+            "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan, learnable_sink=None, "
+            "attention_chunk=0, return_lse=False"
+        ),
+        "cp_attn_kvpacked_func": (
+            "q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan, learnable_sink=None, "
+            "attention_chunk=0, return_lse=False"
+        ),
+        "cp_attn_qkvpacked_func": (
+            "qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan, learnable_sink=None, "
+            "attention_chunk=0, return_lse=False"
+        ),
+        "heads_to_seq": "x, group",
+        "merge_attention": "outs, lses",
+        "seq_to_heads": "x, group",
+    },
     "flash_attn.cute.interface": {  # of extras/flash-attn-4
         "flash_attn_func": (
             "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None), "
@@ -798,6 +829,8 @@ SIGNATURES = {
         "sync_shared_params": "model, process_group",
         "allreduce_sequence_parallel_grad": "model, process_group",
         "get_dim_for_local_rank": "dim, world_size, local_rank, multiple_of=1",
+        "host_group": "process_group",
+        "device_of": "process_group",
     },
     "flash_attn.utils.generation": {
         "InferenceParams": (

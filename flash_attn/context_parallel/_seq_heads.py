@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flash_attn._ops import checks
 from flash_attn.context_parallel._exchange import HeadExchange
-from flash_attn.context_parallel.plan import group_of
+from flash_attn.context_parallel._plan import group_of
 
 
 def seq_to_heads(x: Tensor, group: Any) -> Tensor:

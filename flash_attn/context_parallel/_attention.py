@@ -20,7 +20,8 @@ from torch import Tensor
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn, invariance, rng
 from flash_attn._ops.flash_attn_features import SINK_DTYPES, FeatureArguments
-from flash_attn.context_parallel.plan import Plan, heads_of_ranks, plan_of
+from flash_attn.context_parallel._plan import Plan, heads_of_ranks, plan_of
+from flash_attn.functional import combine
 
 _NAMESPACE = "flash_attn_context_parallel"
 
@@ -82,23 +83,9 @@ def cp_attn_func(
     """
     _check_plan(plan)
     checks.alike(("q", "k", "v"), (q, k, v), dtypes=flash_attn.DTYPES)
-    if q.dim() == 3:
-        results: Any = cp_attn_func(
-            *(x[None] for x in _all_packed(q, k, v)),
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-            plan=plan,
-            learnable_sink=learnable_sink,
-            attention_chunk=attention_chunk,
-            return_lse=return_lse,
-        )
-        return results[0] if isinstance(results, Tensor) else tuple(x[0] if x.dim() > 1 else x for x in results)
+    has_batch = q.dim() != 3
+    if not has_batch:
+        q, k, v = _with_batch(q, k, v)
     _check_tensors(plan, q, k, v)
     left, right = checks.window(window_size)
     checks.flag("causal", causal)
@@ -137,9 +124,12 @@ def cp_attn_func(
         checks.number("q's number of heads", q.shape[2], fits, expected, plan.world_size)
         options = window, chunk, dropout_p, alibi_slopes, deterministic, softcap, wants_lse
         out, lse = _ulysses(q, k, v, learnable_sink, plan, softmax_scale, *options)
+    results: list[Tensor] = [out] if lse is None else [out, lse]
+    if not has_batch:
+        results = [x[0] for x in results]
     if return_attn_probs:
-        return out, lse, q.new_empty(0)
-    return (out, lse) if return_lse else out
+        return (*results, q.new_empty(0))
+    return tuple(results) if return_lse else results[0]
 
 
 def _check_slopes(slopes, q):
@@ -183,10 +173,14 @@ def cp_attn_kvpacked_func(
     The other arguments, results and errors are those of `cp_attn_func`.
     """
     checks.tensor("kv", kv)
-    checks.packed("kv", kv, 2, "(batch, tokens, 2, heads_k, head_dim)" if kv.dim() > 4 else "(tokens, 2, heads_k, head_dim)")
+    checks.packed(
+        "kv", kv, 2, "(batch, tokens, 2, heads_k, head_dim)" if kv.dim() > 4 else "(tokens, 2, heads_k, head_dim)"
+    )
+    k, v = kv.unbind(-3)
     return cp_attn_func(
         q,
-        *kv.unbind(-3),
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -223,9 +217,14 @@ def cp_attn_qkvpacked_func(
     The other arguments, results and errors are those of `cp_attn_func`.
     """
     checks.tensor("qkv", qkv)
-    checks.packed("qkv", qkv, 3, "(batch, tokens, 3, heads, head_dim)" if qkv.dim() > 4 else "(tokens, 3, heads, head_dim)")
+    checks.packed(
+        "qkv", qkv, 3, "(batch, tokens, 3, heads, head_dim)" if qkv.dim() > 4 else "(tokens, 3, heads, head_dim)"
+    )
+    q, k, v = qkv.unbind(-3)
     return cp_attn_func(
-        *qkv.unbind(-3),
+        q,
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -241,11 +240,11 @@ def cp_attn_qkvpacked_func(
     )
 
 
-def _all_packed(*tensors):
-    """Three tensors without a batch dimension."""
+def _with_batch(*tensors: Tensor) -> list[Tensor]:
+    """The tensors (tokens, heads, head_dim) as a batch of one row."""
     for name, x in zip(("q", "k", "v"), tensors, strict=True):
         checks.ndim(name, x, "(tokens, heads, head_dim)")
-    return tensors
+    return [x[None] for x in tensors]
 
 
 def _check_plan(plan):
@@ -267,6 +266,23 @@ def _check_tensors(plan, q, k, v):
     checks.has_shape("v", v, (batch, None, k.shape[2], None))
     divides = k.shape[2] > 0 and heads % k.shape[2] == 0
     checks.number("k's number of heads", k.shape[2], divides, "a divisor of q's, {}", heads)
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge results of attention over parts of the keys: `flash_attn.functional.combine` of lists.
+
+    Arguments:
+        outs: each (.., seqlen_q, heads, head_dim), packed or dense.
+        lses: each (.., heads, seqlen_q); +inf or -inf where a row sees no key of that part.
+
+    Returns:
+        (out, lse) over all keys, as `flash_attn.functional.combine` does. Differentiable.
+
+    Raises:
+        ValueError, TypeError: what `flash_attn.functional.combine` raises, and for lists of different lengths.
+    """
+    checks.number("the number of lses", len(lses), len(lses) == len(outs) > 0, "that of outs, {}", len(outs))
+    return combine(torch.stack(list(outs)), torch.stack(list(lses)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -389,22 +405,22 @@ def _gather_backward(
     dq, dk, dv = (torch.zeros_like(x) if own_tokens < x.shape[1] else torch.empty_like(x) for x in (q, k, v))
     heads, heads_k = (x.shape[2] // groups for x in (q, k))
     options = dict(softcap=softcap, deterministic=deterministic)
+    is_sum = the_plan.world_size > 1 or len(schedule.launches) > 1
+    new_gradient = flash_attn.new_contribution if is_sum else torch.empty_like
     at_home = []
     for i, (keys, values) in enumerate(_fetched(the_plan, schedule, k, v, groups)):
         own = slice(i * heads, (i + 1) * heads)
         widths = [batch * heads_k * x.shape[3] for x in (k, v)]
         sums = q.new_zeros(keys.shape[1], sum(widths), dtype=torch.float32)
-        totals = [
-            part.unflatten(1, (batch, heads_k, -1)).transpose(0, 1) for part in sums.split(widths, 1)
-        ]
+        totals = [part.unflatten(1, (batch, heads_k, -1)).transpose(0, 1) for part in sums.split(widths, 1)]
         for launch in schedule.launches:
             row_tensors = [_part(x[:, :, own], launch.rows, launch) for x in (dout, q, out)]
             part_k, part_v = (_part(x, launch.keys, launch) for x in (keys, values))
             part_lse = _packed_lse(softmax_lse[:, own, launch.rows], launch)
             part_dlse = None if dlse is None else _packed_lse(dlse[:, own, launch.rows], launch)
             grad_q = torch.empty_like(row_tensors[1])
-            grad_k, grad_v = (flash_attn.new_contribution(x) for x in (part_k, part_v))
-            given = None if launch.key_ranges is None and part_k.shape[-1] == part_v.shape[-1] else FeatureArguments(key_ranges=launch.key_ranges)
+            grad_k, grad_v = (new_gradient(x) for x in (part_k, part_v))
+            given = FeatureArguments(key_ranges=launch.key_ranges)
             flash_attn.backward(
                 row_tensors[0], row_tensors[1], part_k, part_v, row_tensors[2], part_lse, grad_q, grad_k, grad_v,
                 softmax_scale, False, launch.window, None, part_dlse, given, **options, **launch.lengths,
@@ -506,7 +522,7 @@ def _ulysses(q, k, v, sink, plan, softmax_scale, window, chunk, dropout_p, slope
         options["rng_state"] = rng.draw_state(q.device) + _SKIPPED.to(q.device) * batch * own[0]
     packed = sum(length > 0 for length in plan.seqlens) != 1
     if packed:
-        starts, longest = plan.cu_seqlens(batch, q.device)
+        starts, longest = plan.cu_seqlens(batch, q.device), plan.longest
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
     given = FeatureArguments(None if sink is None else sink[part], attention_chunk=chunk, return_lse=True)

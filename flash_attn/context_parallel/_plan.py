@@ -1,5 +1,6 @@
 """How the tokens of a packed row are divided among ranks, and all that the layers of a model need to know of it."""
 
+import bisect
 import hashlib
 import itertools
 import math
@@ -68,7 +69,7 @@ class Plan:
     Attributes:
         rank, world_size: of the group.
         layout, method: as chosen.
-        seqlens: list of ints. total: their sum.
+        seqlens: list of ints. total: their sum. longest: the greatest of them.
         tokens: how many tokens this rank has, padding included. own_tokens: without padding, which stands at the end.
         positions: int64 (tokens,), where each token stands in the packed row; -1 for padding.
         position_ids: int64 (tokens,), from 0 in each document, for rotary tables and learned positions; 0 for padding.
@@ -115,6 +116,8 @@ class Plan:
         starts = torch.tensor(_layout.starts_of(self.seqlens))
         document = torch.searchsorted(starts, own.clamp(min=0), right=True) - 1
         self.position_ids = torch.where(own < 0, 0, own - starts[document]).to(device)
+        self._starts = starts.to(device, torch.int32)
+        self.longest = max(self.seqlens)
         number = next(_NUMBERS)
         self.handle = torch.tensor(number)
         _PLANS[number] = self
@@ -249,12 +252,12 @@ class Plan:
         return shifted.masked_fill(is_end.to(labels.device), ignore_index)
 
     def mean_loss(self, loss_sum: Tensor, count: int | Tensor, group: Any = None) -> Tensor:
-        """Returns the loss of which this rank calls backward, so that the average of gradients is that of the mean loss.
+        """Returns the loss for this rank's backward, of which the average over ranks is the mean loss of all tokens.
 
             loss_sum * ranks / sum of count over the ranks
 
-        DistributedDataParallel and FSDP average gradients over the ranks. The average of the returned values is the mean
-        loss of all tokens, whereas that of means would weigh tokens of ranks with many ignored labels more.
+        DistributedDataParallel and FSDP average gradients over the ranks, which are then those of that mean. An average
+        of means would give more weight to tokens of ranks where many labels are ignored.
 
         Arguments:
             loss_sum: the sum of this rank's losses.
@@ -267,7 +270,9 @@ class Plan:
         total = torch.as_tensor(count, device=loss_sum.device).to(torch.int64).clone()
         checks.tensor("count", total, shape=())
         dist.all_reduce(total, group=group)
-        return loss_sum * (dist.get_world_size(group) / total.clamp(min=1).to(torch.promote_types(loss_sum.dtype, torch.float32)))
+        return loss_sum * (
+            dist.get_world_size(group) / total.clamp(min=1).to(torch.promote_types(loss_sum.dtype, torch.float32))
+        )
 
     def rotary(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows of rotary tables for this rank's tokens, (tokens, rotary_dim / 2): the offset is then 0.
@@ -276,8 +281,8 @@ class Plan:
         """
         checks.tensor("cos", cos)
         checks.tensor("sin", sin, shape=tuple(cos.shape), device=cos.device)
-        longest = max(self.seqlens, default=0)
-        checks.number("cos.shape[0]", cos.shape[0], cos.shape[0] >= longest, "at least {}", longest)
+        fits = cos.shape[0] >= self.longest
+        checks.number("cos.shape[0]", cos.shape[0], fits, "at least the longest document, {}", self.longest)
         ids = self.position_ids.to(cos.device)
         return cos.index_select(0, ids), sin.index_select(0, ids)
 
@@ -331,14 +336,13 @@ class Plan:
     # -----------------------------------------------------------------------------------------------------------------
     # What attention needs; each is made at its first use and kept
 
-    def cu_seqlens(self, batch: int, device: torch.device) -> tuple[Tensor, int]:
-        """Returns cu_seqlens of the documents of `batch` whole rows one after the other, and their greatest length."""
-        key = "cu_seqlens", batch, device
-        longest = max(self.seqlens, default=0)
-        if key not in self._indices:
-            starts = [row * self.total + start for row in range(batch) for start in _layout.starts_of(self.seqlens)[:-1]]
-            self._indices[key] = torch.tensor([*starts, batch * self.total], dtype=torch.int32, device=device)
-        return self._indices[key], longest
+    def cu_seqlens(self, batch: int, device: torch.device) -> Tensor:
+        """Returns where documents start in `batch` whole rows, one after the other: int32 (batch * documents + 1,)."""
+        starts = self._starts.to(device)
+        if batch == 1:
+            return starts
+        rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * self.total
+        return torch.cat([(rows + starts[:-1]).flatten(), starts[-1:] * batch])
 
     def schedule(self, window: tuple[int, int], chunk: int, batch: int, device: torch.device) -> Schedule:
         """Returns the launches of "gather" for calls with this window and attention_chunk."""
@@ -375,27 +379,28 @@ class Plan:
         own = self._counts[self.rank]
         if not own:
             return []
-        (begin, end), = covered
+        ((begin, end),) = covered
         seen = torch.stack(self._seen(self._every_position[self.rank][:own], *window, starts), -1) - begin
         return [Launch(slice(0, own), slice(0, end - begin), (-1, -1), {}, seen.int()[None, None].to(device))]
 
     def _launches(self, pieces, covered, batch, device):
-        """The launches of these pieces, counted in the rows of this rank and in the keys that it fetches."""
-        offsets, total = [], 0  # of each interval in the keys
+        """The launches of these pieces, counted in the rows of this rank and in the keys that it fetches.
+
+        Both bounds of keys grow from piece to piece. So what it fetches has no keys between those of two neighbours in
+        a launch: no other piece sees them.
+        """
+        shifts, total = [], 0  # from positions to fetched keys, in each interval
         for first, end in covered:
-            offsets.append(total - first)
+            shifts.append(total - first)
             total += end - first
         begins = [first for first, _ in covered]
         launches, row = [], 0
         for group in _layout.launches_of(pieces):
-            entries = []
-            for piece in group:
-                shift = offsets[_layout.bisect.bisect_right(begins, piece.first_key) - 1]
-                entries.append((piece.end - piece.first, piece.first_key + shift, piece.end_key + shift))
-            rows = sum(count for count, _, _ in entries)
-            keys = slice(entries[0][1], entries[-1][2])
+            entries = [(piece.end - piece.first, piece.end_key - piece.first_key) for piece in group]
+            rows, keys = map(sum, zip(*entries, strict=True))
+            key = group[0].first_key + shifts[bisect.bisect_right(begins, group[0].first_key) - 1]
             lengths = _lengths(entries, batch, device) if len(entries) > 1 else {}
-            launches.append(Launch(slice(row, row + rows), keys, group[0].window, lengths, None))
+            launches.append(Launch(slice(row, row + rows), slice(key, key + keys), group[0].window, lengths, None))
             row += rows
         return launches
 
@@ -432,7 +437,7 @@ def plan_of(handle: Tensor) -> Plan:
 
 
 def heads_of_ranks(heads: int, heads_k: int, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the query heads of each rank, as even as possible, and for each as many runs of them with a key head each.
+    """Returns the query heads of each rank, as even as possible, and the key heads of as many runs of them.
 
     Where ranks share a key head, all of them get it. A key head comes several times where queries of a rank would
     otherwise not be divided evenly among its key heads.
@@ -440,32 +445,20 @@ def heads_of_ranks(heads: int, heads_k: int, world_size: int) -> tuple[list[list
     borders = [rank * heads // world_size for rank in range(world_size + 1)]
     share = heads // heads_k
     run = math.gcd(share, *borders)
-    queries = [list(range(first, end)) for first, end in zip(borders, borders[1:], strict=False)]
+    queries = [list(range(first, end)) for first, end in itertools.pairwise(borders)]
     return queries, [[head // share for head in own[::run]] for own in queries]
 
 
 def _lengths(entries, batch, device):
-    """The arguments of a variable-length call for entries (rows, first key, end key), in each of `batch` rows."""
-    begin, end = entries[0][1], entries[-1][2]
-    rows = sum(count for count, _, _ in entries)
-    starts_q, starts_k, used, gaps = [0], [], [], False
-    for row in range(batch):
-        for i, (count, first_key, end_key) in enumerate(entries):
-            starts_q.append(starts_q[-1] + count)
-            starts_k.append(row * (end - begin) + first_key - begin)
-            used.append(end_key - first_key)
-            gaps = gaps or (i + 1 < len(entries) and entries[i + 1][1] > end_key)
-    starts_k.append(batch * (end - begin))
-    assert starts_q[-1] == batch * rows
-    lengths = dict(
-        cu_seqlens_q=torch.tensor(starts_q, dtype=torch.int32, device=device),
-        cu_seqlens_k=torch.tensor(starts_k, dtype=torch.int32, device=device),
-        max_seqlen_q=max(count for count, _, _ in entries),
-        max_seqlen_k=max(used),
+    """The arguments of a variable-length call for entries (rows, keys), in each of `batch` rows."""
+    rows, keys = ([0, *itertools.accumulate(counts * batch)] for counts in map(list, zip(*entries, strict=True)))
+    longest_rows, longest_keys = map(max, zip(*entries, strict=True))
+    return dict(
+        cu_seqlens_q=torch.tensor(rows, dtype=torch.int32, device=device),
+        cu_seqlens_k=torch.tensor(keys, dtype=torch.int32, device=device),
+        max_seqlen_q=longest_rows,
+        max_seqlen_k=longest_keys,
     )
-    if gaps:
-        lengths["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
-    return lengths
 
 
 def _window(causal, window_size):
@@ -513,7 +506,9 @@ def _compare(group, text, raises=True):
     dist.all_gather(digests, torch.tensor([digest]), group=group)
     others = [rank for rank, other in enumerate(digests) if int(other) != int(digests[0])]
     if others and raises:
-        raise ArgumentError(f"plan must be the same on all ranks, found one on ranks {others} that differs from rank 0's")
+        raise ArgumentError(
+            f"plan must be the same on all ranks, found one on ranks {others} that differs from rank 0's"
+        )
 
 
 def _check_choice(name, value, choices):
