@@ -40,8 +40,9 @@ def step(batch, plan):
     x = tokens(part["input_ids"]) + positions(part["position_ids"])
     for layer in layers:
         x = layer(x, plan)
-    losses = F.cross_entropy(head(x).flatten(0, 1), part["labels"].flatten(), reduction="sum")
-    loss = plan.mean_loss(losses, (part["labels"] != -100).sum())
+    labels = part["shift_labels"].flatten()
+    losses = F.cross_entropy(head(x).flatten(0, 1), labels, reduction="sum")
+    loss = plan.mean_loss(losses, (labels != -100).sum())
     loss.backward()
     for value in (loss.detach(), tokens.weight.grad):  # as DistributedDataParallel or FSDP do
         dist.all_reduce(value, group=plan.group)

@@ -48,7 +48,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "losses": {"_ops", "ops", "utils"},
     "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "_library", "_ops", "bert_padding", "context_parallel", "utils"},
-    "models": {*FRONTS, "_library", "_ops", "_torch_private", "bert_padding", "utils", "modules"},
+    "models": {*FRONTS, "_library", "_ops", "_torch_private", "bert_padding", "context_parallel", "utils", "modules"},
     "__init__": {"batch_invariance", "flash_attn_interface"},
     "__main__": {"_library", "_ops", *FRONTS},
 }

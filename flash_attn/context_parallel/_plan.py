@@ -64,6 +64,8 @@ class Plan:
             may differ by as much as borders have moved.
         head_groups: "gather" fetches key heads in so many groups, each while the one before is computed, and so holds
             only two of them; it must divide their number. None: up to 4, if each is large.
+        loss_group: the ranks over which gradients are averaged, for `mean_loss`; None: group. With data parallelism
+            beside context parallelism, the group of both.
         device: where `positions` and `position_ids` are; None: the current GPU with NCCL, else the CPU.
 
     Attributes:
@@ -96,10 +98,12 @@ class Plan:
         granularity: int = 128,
         pad_to: int | None = None,
         head_groups: int | None = None,
+        loss_group: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.group = group_of(group)
         self.rank, self.world_size = _rank_and_size(self.group)
+        self.loss_group = self.group if loss_group is None else group_of(loss_group)
         arguments = (seqlens, layout, method, granularity, pad_to, head_groups)
         try:
             self._choose(*arguments)
@@ -216,9 +220,9 @@ class Plan:
     def shard_batch(self, batch: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Returns this rank's part of a batch: `shard` of each tensor, other values as they are.
 
-        `labels` are shifted first by `shift_labels`: entry t is then the label of the logits of token t. So a loss must
-        not shift them again; with models of transformers, pass them as shift_labels. `position_ids` (1, tokens) is
-        added if the batch has none.
+        `labels` become `shift_labels`, shifted by the method of this name before they are divided: entry t is the label
+        of the logits of token t. Models here and in transformers take them by this name, and do not shift them again.
+        `position_ids` (1, tokens) is added if the batch has none.
 
         Arguments:
             batch: names to tensors of the whole row, the same on all ranks.
@@ -230,7 +234,8 @@ class Plan:
             if not isinstance(value, Tensor) or dim is None or dim < 0:
                 part[name] = value
             elif name == "labels":
-                part[name] = self.shard(self.shift_labels(value), dim, fill=-100)
+                shifted = self.shift_labels(value.movedim(dim, -1)).movedim(-1, dim)
+                part["shift_labels"] = self.shard(shifted, dim, fill=-100)
             else:
                 part[name] = self.shard(value, dim)
         if "position_ids" not in part:
@@ -262,11 +267,10 @@ class Plan:
         Arguments:
             loss_sum: the sum of this rank's losses.
             count: over how many labels that was, an int or an integer tensor without dimensions.
-            group: the ranks over which gradients are averaged; None: that of the plan. With data parallelism beside
-                context parallelism, give the group of both.
+            group: the ranks over which gradients are averaged; None: the loss_group of the plan.
         """
         checks.tensor("loss_sum", loss_sum, shape=())
-        group = self.group if group is None else group_of(group)
+        group = self.loss_group if group is None else group_of(group)
         total = torch.as_tensor(count, device=loss_sum.device).to(torch.int64).clone()
         checks.tensor("count", total, shape=())
         dist.all_reduce(total, group=group)

@@ -162,8 +162,8 @@ def test_a_batch_is_sharded():
         for plan in plans([4, 6], 2, layout="contiguous", pad_to=6, granularity=1)
     ]
     assert parts[0]["input_ids"].tolist() == [[0, 1, 2, 3, 4, 0]] and parts[1]["rows"].tolist() == [5, 6, 7, 8, 9, 0]
-    assert parts[0]["labels"].tolist() == [[1, 2, 3, -100, 5, -100]]
-    assert parts[1]["labels"].tolist() == [[6, 7, 8, 9, -100, -100]]
+    assert parts[0]["shift_labels"].tolist() == [[1, 2, 3, -100, 5, -100]]
+    assert parts[1]["shift_labels"].tolist() == [[6, 7, 8, 9, -100, -100]]
     assert parts[0]["position_ids"].tolist() == [[0, 1, 2, 3, 0, 0]]
     assert parts[0]["name"] == "x" and parts[0]["all"] is ids
 

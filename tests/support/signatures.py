@@ -34,7 +34,7 @@ SIGNATURES = {
     "flash_attn.context_parallel": {
         "Plan": (
             "seqlens, group, *, layout='auto', method='auto', granularity=128, pad_to=None, head_groups=None, "
-            "device=None"
+            "loss_group=None, device=None"
         ),
         "Plan.shard": "self, x, dim=1, fill=0",
         "Plan.unshard": "self, x, dim=1",
@@ -388,11 +388,12 @@ SIGNATURES = {
         "GPTLMHeadModel.forward": (
             "self, input_ids=None, position_ids=None, inference_params=None, num_last_tokens=0, labels=None, *, "
             "attention_mask=None, inputs_embeds=None, loss_fn=None, num_items_in_batch=None, return_dict=None, "
-            "**options"
+            "cp_plan=None, **options"
         ),
         "GPTModel": "config, process_group=None, device=None, dtype=None",
         "GPTModel.forward": (
-            "self, input_ids=None, position_ids=None, inference_params=None, *, attention_mask=None, inputs_embeds=None"
+            "self, input_ids=None, position_ids=None, inference_params=None, *, attention_mask=None, "
+            "inputs_embeds=None, cp_plan=None"
         ),
         "GPTPreTrainedModel": "config, *inputs, **kwargs",
         "GPTPreTrainedModel.from_config": "config, *, dtype=None, torch_dtype=None, **kwargs",
@@ -550,13 +551,14 @@ SIGNATURES = {
             "causal=False, softmax_scale=None, attention_dropout=0.0, window_size=(-1, -1), alibi_slopes=None, "
             "deterministic=False, softcap=0.0"
         ),
-        "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None",
+        "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None, cp_plan=None",
         "FlashCrossAttention": (
             "causal=False, softmax_scale=None, attention_dropout=0.0, alibi_slopes=None, window_size=(-1, -1), "
             "deterministic=False, softcap=0.0"
         ),
         "FlashCrossAttention.forward": (
-            "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None"
+            "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None, "
+            "cp_plan=None"
         ),
         "CrossAttention": "causal=False, softmax_scale=None, attention_dropout=0.0",
         "CrossAttention.forward": "self, q, kv, causal=None, key_padding_mask=None, same_tokens=False",
