@@ -46,6 +46,7 @@ class RowExchange:
             self._leaving = [each.to(device) for each in leaving]
             self._leaving_all = torch.cat(leaving).to(device)
         order = slots[needed[rank]]
+        self.num_needed = len(order)
         self._slots = None if torch.equal(order, torch.arange(self._arriving())) else order.to(device)
 
     def _arriving(self) -> int:
