@@ -406,7 +406,7 @@ SIGNATURES = {
         ),
         "GPTLMHeadModel.gradient_checkpointing_disable": "self",
         "GPTLMHeadModel.gradient_checkpointing_enable": (
-            "self, gradient_checkpointing_kwargs=None, *, every_n_layers=1, offload=False"
+            "self, gradient_checkpointing_kwargs=None, *, every_n_layers=1, offload=False, keep_attention=False"
         ),
         "GPTLMHeadModel.prepare_inputs_for_generation": "self, input_ids, attention_mask=None, **kwargs",
         "GPTLMHeadModel.set_input_embeddings": "self, value",
@@ -819,6 +819,17 @@ SIGNATURES = {
             "verbose=True, **kwinputs"
         ),
         "benchmark_memory": "fn, *inputs, desc='', verbose=True, **kwinputs",
+    },
+    "flash_attn.parallel": {
+        "Meshes": "whole, dp_replicate, dp_shard, cp, tp, batch, fsdp, loss",
+        "build_mesh": "dp_replicate=1, dp_shard=-1, cp=1, tp=1, *, device_type=None",
+        "chunked": "module, x, chunks, parameters=None",
+        "set_mlp_chunks": "model, chunks",
+        "to_dtensor": "model, tp_mesh",
+    },
+    "flash_attn.utils.recompute": {
+        "keep_attention": "offload=False",
+        "state_of_forward": "x",
     },
     "flash_attn.utils.distributed": {
         "all_gather_raw": "input_, process_group, async_op=False",

@@ -214,10 +214,9 @@ class MultiHeadAttention(nn.Module):
         embedding = self.rotary_emb
         if not isinstance(embedding, RotaryEmbedding) or type(embedding).forward is not RotaryEmbedding.forward:
             raise TypeError(f"rotary_emb must be a RotaryEmbedding with cp_plan, found {type(embedding).__name__}")
-        tables = embedding._rows_at(plan.position_ids.to(qkv.device), plan.longest, qkv.dtype)
-        return apply_rotary_emb_qkv_(
-            qkv, *tables, interleaved=embedding.interleaved, num_heads_q=self.num_heads_per_rank
-        )
+        cos, sin, cos_k, sin_k = embedding._rows_at(plan.position_ids.to(qkv.device), plan.longest, qkv.dtype)
+        heads = self.num_heads_per_rank
+        return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, embedding.interleaved, num_heads_q=heads)
 
     def _check_plan(self, plan: Plan, qkv: Tensor, inference_params: Any) -> None:
         """Check a cp_plan before anything is rotated or sent."""
