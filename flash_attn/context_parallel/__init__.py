@@ -14,6 +14,7 @@ from flash_attn.context_parallel._attention import (
     cp_attn_qkvpacked_func,
     merge_attention,
 )
+from flash_attn.context_parallel._decode import cp_attn_with_kvcache
 from flash_attn.context_parallel._plan import Plan
 from flash_attn.context_parallel._seq_heads import heads_to_seq, seq_to_heads
 
@@ -22,6 +23,7 @@ __all__ = [
     "cp_attn_func",
     "cp_attn_kvpacked_func",
     "cp_attn_qkvpacked_func",
+    "cp_attn_with_kvcache",
     "heads_to_seq",
     "merge_attention",
     "seq_to_heads",

@@ -58,6 +58,13 @@ SIGNATURES = {
             "alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan, learnable_sink=None, "
             "attention_chunk=0, return_lse=False"
         ),
+        "cp_attn_with_kvcache": (
+            "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+            "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+            "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+            "return_softmax_lse=False, *, group, cp_interleave=1, divided_heads=False, learnable_sink=None, "
+            "attention_chunk=0"
+        ),
         "heads_to_seq": "x, group",
         "merge_attention": "outs, lses",
         "seq_to_heads": "x, group",
