@@ -9,8 +9,9 @@ The two methods are one op each way for torch.compile: a graph has the number of
 is not another graph.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -407,7 +408,15 @@ def _gather_backward(
     options = dict(softcap=softcap, deterministic=deterministic)
     is_sum = the_plan.world_size > 1 or len(schedule.launches) > 1
     new_gradient = flash_attn.new_contribution if is_sum else torch.empty_like
-    at_home = []
+
+    def arrive(i: int, wait: Callable[[], Tensor]) -> None:
+        """Take the sums of group i that have come home."""
+        own = slice(i * heads_k, (i + 1) * heads_k)
+        parts = wait().split([batch * heads_k * x.shape[3] for x in (k, v)], 1)
+        for target, part in zip((dk, dv), parts, strict=True):
+            target[:, :own_tokens, own] = part.unflatten(1, (batch, heads_k, -1)).transpose(0, 1)
+
+    finish: Callable[[], None] = lambda: None  # noqa: E731  (of the group before, which is on its way meanwhile)
     for i, (keys, values) in enumerate(_fetched(the_plan, schedule, k, v, groups)):
         own = slice(i * heads, (i + 1) * heads)
         widths = [batch * heads_k * x.shape[3] for x in (k, v)]
@@ -428,11 +437,9 @@ def _gather_backward(
             for total, grad in zip(totals, (grad_k, grad_v), strict=True):
                 total[:, launch.keys] += grad if not launch.lengths else grad.unflatten(0, (batch, -1))
             dq[:, launch.rows, own] = grad_q if not launch.lengths else grad_q.unflatten(0, (batch, -1))
-        at_home.append(schedule.exchange.give_back(sums))
-    for i, wait in enumerate(at_home):
-        own = slice(i * heads_k, (i + 1) * heads_k)
-        for target, part in zip((dk, dv), wait().split(widths, 1), strict=True):
-            target[:, :own_tokens, own] = part.unflatten(1, (batch, heads_k, -1)).transpose(0, 1)
+        finish()
+        finish = functools.partial(arrive, i, schedule.exchange.give_back(sums))
+    finish()
     return dq, dk, dv
 
 
