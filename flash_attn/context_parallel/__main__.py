@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compute, transfer, exposed = ("/".join(f"{x:.2f}" for x in pair) for pair in each[1:4])
         forward, both = each.efficiency
         print(
-            f"  {each.method:8} compute {compute} ms, transfers {transfer} ms, exposed {exposed} ms (forward/backward)\n"
+            f"  {each.method:8} forward/backward: compute {compute} ms, transfers {transfer} ms, exposed {exposed} ms\n"
             f"           {each.received / 1e6:.0f} MB received; efficiency {forward:.2f} forward, {both:.2f} both; "
             f"bound: {each.bound}"
         )

@@ -171,7 +171,7 @@ def longest(model: Model, machine: Machine, cp: int, tp: int, shards: int, optio
 def layouts(
     model: Model, machine: Machine, tokens: int, gpus: int, batch: int, options: Options
 ) -> list[tuple[float, int, int, int]]:
-    """(tokens per second, dp, cp, tp) of the divisions of the GPUs that fit, the fastest first. batch: tokens of a step."""
+    """(tokens per second, dp, cp, tp) of the divisions of the GPUs that fit, fastest first. batch: tokens of a step."""
     found = []
     for tp in (2**i for i in range(int(math.log2(machine.per_node)) + 1)):
         for cp in (2**i for i in range(int(math.log2(max(1, gpus // tp))) + 1)):

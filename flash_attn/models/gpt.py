@@ -984,7 +984,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             return_dict: False gives a plain tuple with the loss or the logits in it.
             cp_plan: as in `GPTModel.forward`. The labels are then shift_labels, as `cp_plan.shard_batch` makes them,
                 and the loss is that of `cp_plan.mean_loss`, whose average over the ranks is the mean over all of their
-                labels. Not with labels or loss_fn.
+                labels. With loss_fn or num_items_in_batch it is what they make of this rank's labels.
             options: shift_labels (batch, seqlen), instead of labels: the token that follows each of input_ids, or -100.
                 What else transformers' models take may be given where it asks for nothing, as use_cache=False.
 
@@ -1006,7 +1006,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
         shape = tokens_of(input_ids, inputs_embeds).shape
         if cp_plan is not None:
-            _refuse_with_plan(loss_fn=loss_fn)
             if labels is not None:
                 raise ValueError(
                     "labels must be None with cp_plan, found a tensor: a rank does not have the token after its last "
@@ -1057,6 +1056,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             xentropy.check_classes(following, self.vocab_size)
             options["reduction"] = "mean" if num_items_in_batch is None and cp_plan is None else "sum"
         head: Any = self.lm_head
+        is_sum = cp_plan is not None and loss_fn is None
         takes_logits = loss_fn is None or _takes_logits(loss_fn)
         if fusing.may_fuse(head, _HEADS, hidden, hooks_of_all=takes_logits):
             if loss_fn is None:
@@ -1075,7 +1075,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             )
         if num_items_in_batch is not None:
             return divided_by_items(loss, num_items_in_batch)
-        return loss if cp_plan is None else cp_plan.mean_loss(loss, (following != -100).sum())
+        return cp_plan.mean_loss(loss, (following != -100).sum()) if is_sum else loss
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also takes state dicts of earlier releases, with `transformer.ln_0`, which are changed in place."""

@@ -9,6 +9,7 @@ from processes import ON_GPUS, over_processes
 from transformers import GPT2Config
 
 from flash_attn.context_parallel import Plan
+from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
 from flash_attn.models.gpt import GPTLMHeadModel
 from flash_attn.modules.mha import MHA, FlashCrossAttention, FlashSelfAttention, ParallelMHA
 from flash_attn.utils.distributed import device_of
@@ -146,12 +147,14 @@ def check_gpt(group):
             torch.testing.assert_close(
                 ours.grad / plan.world_size, theirs.grad, rtol=1e-3, atol=1e-4, msg=f"gradient of {key} of {name}"
             )
+    losses = LinearCrossEntropyLoss(reduction="sum")
+    own = model(**batch, cp_plan=plan, loss_fn=losses).loss
+    torch.testing.assert_close(plan.mean_loss(own, (batch["shift_labels"] != -100).sum()), loss)
     ids = batch["input_ids"]
     for arguments, match in [
         (dict(labels=ids), "labels must be None with cp_plan, found a tensor: a rank does not have the token after"),
         (dict(attention_mask=ids), "attention_mask must be None with cp_plan"),
         (dict(inference_params=object()), "inference_params must be None with cp_plan"),
-        (dict(shift_labels=ids, loss_fn=min), "loss_fn must be None with cp_plan"),
     ]:
         with pytest.raises(ValueError, match=match):
             model(ids, cp_plan=plan, **arguments)
