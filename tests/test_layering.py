@@ -42,7 +42,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "precision": {"_ops"},
     "parallel": {"_ops", "_torch_private", "utils"},
     "context_parallel": {"_errors", "_ops", "flash_attn_interface", "functional", "utils"},
-    "integrations": {"_errors", "_library", "_ops", "flash_attn_interface", "masks"},
+    "integrations": {"_errors", "_library", "_ops", "context_parallel", "flash_attn_interface", "masks"},
     "flash_attn_triton": {"_ops", "flash_attn_interface"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "_torch_private", "ops"},

@@ -220,7 +220,7 @@ SIGNATURES = {
             "module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None, "
             "is_causal=None, s_aux=None, position_bias=None, sinks=None, cu_seq_lens_q=None, cu_seq_lens_k=None, "
             "max_length_q=None, max_length_k=None, cache=None, output_attentions=None, indices=None, "
-            "block_indices=None, head_mask=None, **_"
+            "block_indices=None, head_mask=None, cp_plan=None, **_"
         ),
         "mask": (
             "batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, *, "

@@ -153,7 +153,7 @@ class SequenceModel(L.LightningModule):
 
     def plan_of(self, x: Tensor) -> Plan | None:
         """How the tokens of samples x (batch, tokens) are divided over processes; None if they are not."""
-        strategy = self.trainer.strategy
+        strategy = None if self._trainer is None else self._trainer.strategy
         return strategy.plan(x.shape[1]) if isinstance(strategy, MeshStrategy) else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
