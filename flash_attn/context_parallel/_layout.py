@@ -43,6 +43,16 @@ def spans_of_ranks(seqlens: Sequence[int], world_size: int, layout: str, granula
     return spans
 
 
+def spans_of_documents(seqlens: Sequence[int], world_size: int, layout: str, granularity: int) -> list[list[Span]]:
+    """Returns the spans of each rank where each document is divided by itself."""
+    spans: list[list[Span]] = [[] for _ in range(world_size)]
+    for start, length in zip(starts_of(seqlens), seqlens, strict=False):
+        parts = spans_of_ranks([length], world_size, layout, granularity)
+        for own, more in zip(spans, parts, strict=True):
+            own += [(start + first, start + end) for first, end in more]
+    return spans
+
+
 def _contiguous(chunks, seqlens, world_size):
     return range(world_size)
 

@@ -64,6 +64,8 @@ class Plan:
             may differ by as much as borders have moved.
         head_groups: "gather" fetches key heads in so many groups, each while the one before is computed, and so holds
             only two of them; it must divide their number. None: up to 4, if each is large.
+        each_document: divide each document by itself in this layout, as Megatron and ring-flash-attention do, and not
+            the row. With "zigzag", attention is then called once for each document. Not with "striped".
         loss_group: the ranks over which gradients are averaged, for `mean_loss`; None: group. With data parallelism
             beside context parallelism, the group of both.
         device: where `positions` and `position_ids` are; None: the current GPU with NCCL, else the CPU.
@@ -98,13 +100,14 @@ class Plan:
         granularity: int = 128,
         pad_to: int | None = None,
         head_groups: int | None = None,
+        each_document: bool = False,
         loss_group: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.group = group_of(group)
         self.rank, self.world_size = _rank_and_size(self.group)
         self.loss_group = self.group if loss_group is None else group_of(loss_group)
-        arguments = (seqlens, layout, method, granularity, pad_to, head_groups)
+        arguments = (seqlens, layout, method, granularity, pad_to, head_groups, each_document)
         try:
             self._choose(*arguments)
             found = ", ".join(f"{name}={value}" for name, value in self._settings().items())
@@ -129,7 +132,7 @@ class Plan:
         self._head_exchanges: dict[Any, HeadExchange] = {}
         self._indices: dict[Any, Any] = {}
 
-    def _choose(self, seqlens, layout, method, granularity, pad_to, head_groups):
+    def _choose(self, seqlens, layout, method, granularity, pad_to, head_groups, each_document):
         """Check the arguments and set the settings."""
         self.seqlens = _host_lengths(seqlens)
         self.total = sum(self.seqlens)
@@ -141,10 +144,15 @@ class Plan:
             layout = "contiguous" if self.method == "ulysses" else "balanced" if several else "zigzag"
         self.layout = layout
         self._granularity = checks.count("granularity", granularity, 1)
+        checks.flags(each_document=each_document)
+        self._each_document = bool(each_document)
+        if each_document and layout == "striped":
+            raise ArgumentError("each_document must be False with layout='striped', found True")
         self._head_groups = None if head_groups is None else checks.count("head_groups", head_groups, 1)
         self._spans = None
         if layout != "striped":
-            self._spans = _layout.spans_of_ranks(self.seqlens, self.world_size, layout, self._granularity)
+            spans_of = _layout.spans_of_documents if each_document else _layout.spans_of_ranks
+            self._spans = spans_of(self.seqlens, self.world_size, layout, self._granularity)
         if self._spans is None:
             counts = [len(range(rank, self.total, self.world_size)) for rank in range(self.world_size)]
         else:
@@ -165,6 +173,7 @@ class Plan:
             granularity=self._granularity,
             pad_to=self._pad_to,
             head_groups=self._head_groups,
+            each_document=self._each_document,
         )
 
     def _positions_of_ranks(self):

@@ -77,7 +77,7 @@ def test_each_token_is_on_one_rank_and_sees_what_it_must(layout):
                 assert torch.equal(seen[: plan.own_tokens], expected[own][:, keys])
 
 
-@pytest.mark.parametrize("layout", sorted(_layout.CHUNKS))
+@pytest.mark.parametrize("layout", [*sorted(_layout.CHUNKS), "each document"])
 def test_launches_compute_the_mask(layout):
     """The entries of all launches, with keys counted in what the rank fetches, are the mask of its rows."""
     for seed in SEEDS:
@@ -87,7 +87,8 @@ def test_launches_compute_the_mask(layout):
         window = rng.choice([(-1, -1), (-1, 0), (0, 0), (3, 0), (3, -1), (2, 5), (-1, 1), (50, 50)])
         cut = [min(chunk, n - at) for n in seqlens for at in range(0, n, chunk)] if chunk else seqlens
         expected = visible(cut, False, window) if sum(seqlens) else torch.zeros(0, 0, dtype=torch.bool)
-        for plan in plans(seqlens, world_size, layout=layout, granularity=1):
+        each = dict(layout="zigzag", each_document=True) if layout == "each document" else dict(layout=layout)
+        for plan in plans(seqlens, world_size, **each, granularity=1):
             needed, found = set(), []
             starts = _layout.starts_of(seqlens, chunk)
             for piece in _layout.pieces_of(plan._spans[plan.rank], starts, window):
@@ -185,6 +186,7 @@ def test_rotary_rows_are_those_of_positions():
         (dict(seqlens=torch.ones(1, dtype=torch.int32, device="meta")), "seqlens must be on the CPU"),
         (dict(layout="diagonal"), "layout must be one of auto, contiguous"),
         (dict(method="ring"), "'ring', which is not supported"),
+        (dict(layout="striped", each_document=True), "each_document must be False with layout='striped'"),
         (dict(granularity=0), "granularity must be at least 1"),
         (dict(head_groups=0), "head_groups must be at least 1"),
         (dict(pad_to=3), "pad_to must be at least the tokens of a rank, 8, found 3"),

@@ -34,7 +34,7 @@ SIGNATURES = {
     "flash_attn.context_parallel": {
         "Plan": (
             "seqlens, group, *, layout='auto', method='auto', granularity=128, pad_to=None, head_groups=None, "
-            "loss_group=None, device=None"
+            "each_document=False, loss_group=None, device=None"
         ),
         "Plan.shard": "self, x, dim=1, fill=0",
         "Plan.unshard": "self, x, dim=1",
