@@ -41,7 +41,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "masks": {"_library", "_ops"},
     "precision": {"_ops"},
     "parallel": {"_ops", "_torch_private", "utils"},
-    "context_parallel": {"_errors", "_ops", "flash_attn_interface", "functional", "utils"},
+    "context_parallel": {"_errors", "_ops", "_torch_private", "flash_attn_interface", "functional", "utils"},
     "integrations": {"_errors", "_library", "_ops", "context_parallel", "flash_attn_interface", "masks"},
     "flash_attn_triton": {"_ops", "flash_attn_interface"},
     "fused_softmax": {"_ops"},

@@ -110,19 +110,16 @@ def cp_attn_func(
         _check_slopes(alibi_slopes, q)
     deterministic = bool(deterministic or invariance.level())
     wants_lse = bool(return_lse or return_attn_probs)
+    if plan.method != "ulysses":
+        _refuse_with_gather(plan.method, dropout_p, alibi_slopes)
     if plan.method == "gather":
-        _refuse_with_gather(dropout_p, alibi_slopes)
-        head_bytes = plan.total * q.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size()
-        groups = plan.groups_of_heads(k.shape[2], head_bytes)
-        fits = k.shape[2] % groups == 0
-        checks.number("head_groups of the plan", groups, fits, "a divisor of the heads of k, {}", k.shape[2])
-        out, lse = _gather(
-            q, k, v, learnable_sink, plan.handle, softmax_scale, *window, softcap, chunk, groups, deterministic
-        )
+        scores = softmax_scale, window, softcap, chunk, deterministic
+        out, lse = _gathered_attention(q, k, v, learnable_sink, plan, *scores)
     else:
-        fits = q.shape[2] >= plan.world_size
-        expected = "at least the number of ranks, {}, for method='ulysses'"
-        checks.number("q's number of heads", q.shape[2], fits, expected, plan.world_size)
+        ranks, _ = plan.ranks_of_heads
+        fits = q.shape[2] >= ranks
+        expected = f"at least the number of ranks that divide heads, {{}}, for method={plan.method!r}"
+        checks.number("q's number of heads", q.shape[2], fits, expected, ranks)
         options = window, chunk, dropout_p, alibi_slopes, deterministic, softcap, wants_lse
         out, lse = _ulysses(q, k, v, learnable_sink, plan, softmax_scale, *options)
     results: list[Tensor] = [out] if lse is None else [out, lse]
@@ -140,16 +137,16 @@ def _check_slopes(slopes, q):
         raise ArgumentError(f"alibi_slopes must have shape {shapes[0]} or {shapes[1]}, found {tuple(slopes.shape)}")
 
 
-def _refuse_with_gather(dropout_p, slopes):
+def _refuse_with_gather(method, dropout_p, slopes):
     """Refuse what depends on where a key stands in the whole row other than by the mask."""
     found = {"dropout_p": dropout_p or None, "alibi_slopes": None if slopes is None else "a tensor"}
     for name, value in found.items():
         if value is not None:
             raise ArgumentError(
-                f"{name} must be left out with a plan of method='gather', found {value}: only method='ulysses' takes it"
+                f"{name} must be left out with a plan of method={method!r}, found {value}: only 'ulysses' takes it"
             )
     if flash_attn.exact_gradients:
-        raise ArgumentError("exact gradients must be off with a plan of method='gather', found them on")
+        raise ArgumentError(f"exact gradients must be off with a plan of method={method!r}, found them on")
 
 
 def cp_attn_kvpacked_func(
@@ -330,6 +327,15 @@ def _unpacked_lse(lse, batch):
 def _packed_lse(lse, launch):
     """softmax_lse (batch, heads, rows) as a launch takes it."""
     return (lse.transpose(0, 1).flatten(1) if launch.lengths else lse).contiguous()
+
+
+def _gathered_attention(q, k, v, sink, plan, softmax_scale, window, softcap, chunk, deterministic):
+    """out and softmax_lse of attention by "gather"."""
+    head_bytes = plan.total * q.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size()
+    groups = plan.groups_of_heads(k.shape[2], head_bytes)
+    fits = k.shape[2] % groups == 0
+    checks.number("head_groups of the plan", groups, fits, "a divisor of the heads of k, {}", k.shape[2])
+    return _gather(q, k, v, sink, plan.handle, softmax_scale, *window, softcap, chunk, groups, deterministic)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::gather", mutates_args=())
@@ -514,34 +520,48 @@ _exchange.register_autograd(_backward_of_exchange, setup_context=_keep_exchange)
 
 
 def _ulysses(q, k, v, sink, plan, softmax_scale, window, chunk, dropout_p, slopes, deterministic, softcap, wants_lse):
-    """out and softmax_lse, or None if that is not wanted, of attention by "ulysses"."""
+    """out and softmax_lse, or None if that is not wanted, of attention by "ulysses", or within "usp" by "gather"."""
     batch, _, heads, _ = q.shape
     sizes = heads, k.shape[2]
-    queries, keys = heads_of_ranks(*sizes, plan.world_size)
-    own = queries[plan.rank]
-    q = _exchange(q, plan.handle, *sizes, False, True, plan.total, len(own))
-    k, v = (_exchange(x, plan.handle, *sizes, True, True, plan.total, len(keys[plan.rank])) for x in (k, v))
+    ranks, rank = plan.ranks_of_heads
+    queries, keys = heads_of_ranks(*sizes, ranks)
+    own = queries[rank]
+    rows = plan.total if plan.inner is None else plan.inner.tokens
+    q = _exchange(q, plan.handle, *sizes, False, True, rows, len(own))
+    k, v = (_exchange(x, plan.handle, *sizes, True, True, rows, len(keys[rank])) for x in (k, v))
     part = slice(own[0], own[-1] + 1)
-    options: dict[str, Any] = dict(softcap=softcap, deterministic=deterministic, dropout_p=dropout_p)
-    if slopes is not None:
-        options["alibi_slopes"] = slopes[..., part].contiguous()
-    if dropout_p:
-        options["rng_state"] = rng.draw_state(q.device) + _SKIPPED.to(q.device) * batch * own[0]
-    packed = sum(length > 0 for length in plan.seqlens) != 1
-    if packed:
-        starts, longest = plan.cu_seqlens(batch, q.device), plan.longest
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
-    given = FeatureArguments(None if sink is None else sink[part], attention_chunk=chunk, return_lse=True)
-    out, lse, *_ = flash_attn.forward(q, k, v, softmax_scale, False, window, False, given, **options)
-    if packed:
-        out, lse = out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+    sink = None if sink is None else sink[part]
+    if plan.inner is not None:
+        scores = softmax_scale, window, softcap, chunk, deterministic
+        out, lse = _gathered_attention(q, k, v, sink, plan.inner, *scores)
+    else:
+        options: dict[str, Any] = dict(softcap=softcap, deterministic=deterministic, dropout_p=dropout_p)
+        if slopes is not None:
+            options["alibi_slopes"] = slopes[..., part].contiguous()
+        if dropout_p:
+            options["rng_state"] = rng.draw_state(q.device) + _SKIPPED.to(q.device) * batch * own[0]
+        out, lse = _whole_attention(q, k, v, sink, plan, softmax_scale, window, chunk, options)
     out = _exchange(out, plan.handle, *sizes, False, False, plan.tokens, heads)
     if not wants_lse:
         return out, None
     lse = _exchange(lse.transpose(1, 2)[..., None], plan.handle, *sizes, False, False, plan.tokens, heads)
     lse = lse[..., 0].transpose(1, 2)[..., : plan.own_tokens]
     return out, F.pad(lse, (0, plan.tokens - plan.own_tokens), value=math.inf)
+
+
+def _whole_attention(q, k, v, sink, plan, softmax_scale, window, chunk, options):
+    """out and softmax_lse of whole rows (batch, positions, heads, head_dim), whose documents are those of the plan."""
+    batch = q.shape[0]
+    packed = sum(length > 0 for length in plan.seqlens) != 1
+    if packed:
+        starts, longest = plan.cu_seqlens(batch, q.device), plan.longest
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        options = options | dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+    given = FeatureArguments(sink, attention_chunk=chunk, return_lse=True)
+    out, lse, *_ = flash_attn.forward(q, k, v, softmax_scale, False, window, False, given, **options)
+    if packed:
+        out, lse = out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+    return out, lse
 
 
 # How far the random numbers of a head are apart, in (seed, offset): those of another rank must not be the same.

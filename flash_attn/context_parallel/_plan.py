@@ -13,13 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn import _torch_private
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks
 from flash_attn.context_parallel import _layout
 from flash_attn.context_parallel._exchange import HeadExchange, RowExchange
 from flash_attn.utils.distributed import all_gather, device_of, host_group
 
-METHODS = ("gather", "ulysses")
+METHODS = ("gather", "ulysses", "usp")
 _PLANS: "weakref.WeakValueDictionary[int, Plan]" = weakref.WeakValueDictionary()  # by the number in `Plan.handle`
 _NUMBERS = itertools.count()
 
@@ -51,13 +52,15 @@ class Plan:
         seqlens: the lengths of the documents of the whole row, in order: an int for one document, a list or a CPU
             integer tensor. Lengths may be 0 and need not be divisible by anything. They must be on the host, where the
             data loader has them: reading them from a GPU would wait for it in each step.
-        group: a ProcessGroup, or a DeviceMesh of one dimension.
+        group: a ProcessGroup, or a DeviceMesh of one dimension; for "usp" one of two, named ("ring", "ulysses").
         layout: "zigzag": chunk r and, from the end, chunk r, balanced for one causal document; "balanced": eight
             chunks each, so that all ranks have the same work with documents of any lengths; "contiguous": one chunk
             each, the best with sliding windows; "striped": token i on rank i % ranks. "auto": "contiguous" for
             method="ulysses", else "zigzag" for one document and "balanced" for several.
         method: "gather": each rank fetches the keys that its rows see. "ulysses": ranks exchange tokens for heads, and
-            each computes some heads of the whole row; it needs at least as many query heads as ranks. "auto": "gather".
+            each computes some heads of the whole row; it needs at least as many query heads as ranks. "usp": both:
+            ranks of a "ulysses" group exchange tokens for heads, and then fetch keys over "ring": for links of two
+            speeds, with "ulysses" on the fast ones. "auto": "usp" for a mesh of two dimensions, else "gather".
         granularity: borders of chunks are multiples of it, as far as chunks are long enough. Blocks of keys then start
             where they start on one GPU. 1 divides as evenly as possible.
         pad_to: the number of tokens that every rank gets, the last of which are padding; None: no padding, and ranks
@@ -104,7 +107,8 @@ class Plan:
         loss_group: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.group = group_of(group)
+        self._mesh = group if getattr(group, "ndim", 1) == 2 else None
+        self.group = group_of(group if self._mesh is None else _torch_private.flattened(group, "ring_ulysses"))
         self.rank, self.world_size = _rank_and_size(self.group)
         self.loss_group = self.group if loss_group is None else group_of(loss_group)
         arguments = (seqlens, layout, method, granularity, pad_to, head_groups, each_document)
@@ -116,8 +120,12 @@ class Plan:
             raise
         _compare(self.group, found)
         device = device_of(self.group) if device is None else torch.device(device)
-        every = self._positions_of_ranks()
-        self._every_position, own = every, every[self.rank]
+        self.inner: Plan | None = None  # of "usp": how the ranks of a ring divide the row
+        if self._mesh is not None:
+            options: dict[str, Any] = dict(layout=self.layout, method="gather", granularity=self._granularity)
+            options |= dict(head_groups=head_groups, each_document=each_document, device=device)
+            self.inner = Plan(self.seqlens, self._mesh["ring"], **options)
+        own = self._every_position[self.rank]
         self.tokens, self.own_tokens = len(own), self._counts[self.rank]
         self.positions = own.to(device)
         starts = torch.tensor(_layout.starts_of(self.seqlens))
@@ -137,7 +145,16 @@ class Plan:
         self.seqlens = _host_lengths(seqlens)
         self.total = sum(self.seqlens)
         _check_choice("method", method, ("auto", *METHODS))
-        self.method = "gather" if method == "auto" else method
+        if method == "auto":
+            method = "gather" if self._mesh is None else "usp"
+        self.method = method
+        if (method == "usp") != (self._mesh is not None):
+            needs = "a DeviceMesh of two dimensions, ring and ulysses," if method == "usp" else "one dimension"
+            raise ArgumentError(f"group must have {needs} for method={method!r}, found another one")
+        if self._mesh is not None and self._mesh.mesh_dim_names != ("ring", "ulysses"):
+            raise ArgumentError(
+                f"group must have dimensions ('ring', 'ulysses') for method='usp', found {self._mesh.mesh_dim_names}"
+            )
         _check_choice("layout", layout, ("auto", *_layout.LAYOUTS))
         if layout == "auto":
             several = sum(length > 0 for length in self.seqlens) > 1
@@ -150,19 +167,22 @@ class Plan:
             raise ArgumentError("each_document must be False with layout='striped', found True")
         self._head_groups = None if head_groups is None else checks.count("head_groups", head_groups, 1)
         self._spans = None
+        ulysses = 1 if self._mesh is None else self._mesh["ulysses"].size()
         if layout != "striped":
             spans_of = _layout.spans_of_documents if each_document else _layout.spans_of_ranks
-            self._spans = spans_of(self.seqlens, self.world_size, layout, self._granularity)
-        if self._spans is None:
-            counts = [len(range(rank, self.total, self.world_size)) for rank in range(self.world_size)]
-        else:
-            counts = [sum(end - first for first, end in spans) for spans in self._spans]
-        self._counts = counts
+            self._spans = spans_of(self.seqlens, self.world_size // ulysses, layout, self._granularity)
+        every = self._positions_of_spans(self.world_size // ulysses)
+        every = [part for own in every for part in own.tensor_split(ulysses)]
+        self._counts = list(map(len, every))
         self._pad_to = None
         if pad_to is not None:
+            if self._mesh is not None:
+                raise ArgumentError(f"pad_to must be None with method='usp', found {pad_to}")
             self._pad_to = checks.count("pad_to", pad_to, 0)
-            fits = self._pad_to >= max(counts)
-            checks.number("pad_to", self._pad_to, fits, "at least the tokens of a rank, {}", max(counts))
+            fits = self._pad_to >= max(self._counts)
+            checks.number("pad_to", self._pad_to, fits, "at least the tokens of a rank, {}", max(self._counts))
+            every = [F.pad(own, (0, self._pad_to - len(own)), value=-1) for own in every]
+        self._every_position = every  # of each rank, int64 on the CPU, -1 for padding
 
     def _settings(self):
         """All that must agree between ranks."""
@@ -176,16 +196,11 @@ class Plan:
             each_document=self._each_document,
         )
 
-    def _positions_of_ranks(self):
-        """The positions of the rows of each rank, int64 on the CPU, -1 for padding."""
-        every = []
-        for rank in range(self.world_size):
-            if self._spans is None:
-                own = torch.arange(self.total)[rank :: self.world_size]
-            else:
-                own = torch.cat([torch.arange(0), *(torch.arange(*span) for span in self._spans[rank])])
-            every.append(own if self._pad_to is None else F.pad(own, (0, self._pad_to - len(own)), value=-1))
-        return every
+    def _positions_of_spans(self, ranks):
+        """The positions of the rows of each of so many ranks."""
+        if self._spans is None:
+            return [torch.arange(self.total)[rank::ranks] for rank in range(ranks)]
+        return [torch.cat([torch.arange(0), *(torch.arange(*span) for span in own)]) for own in self._spans]
 
     def __repr__(self) -> str:
         return (
@@ -421,13 +436,23 @@ class Plan:
         """Returns the exchange of "ulysses" for queries or for keys of these numbers of heads."""
         key = heads, heads_k, of_keys, device
         if key not in self._head_exchanges:
-            queries, keys = heads_of_ranks(heads, heads_k, self.world_size)
+            group, rank, positions = self.group, self.rank, self._every_position
+            if self._mesh is not None and self.inner is not None:
+                group = self._mesh["ulysses"].get_group()
+                positions = list(torch.arange(self.inner.tokens).tensor_split(dist.get_world_size(group)))
+                rank = dist.get_rank(group)
+            queries, keys = heads_of_ranks(heads, heads_k, len(positions))
             divided = [torch.tensor(each) for each in (keys if of_keys else queries)]
             count = heads_k if of_keys else heads
-            self._head_exchanges[key] = HeadExchange(
-                self.group, self.rank, self._every_position, divided, count, device
-            )
+            self._head_exchanges[key] = HeadExchange(group, rank, positions, divided, count, device)
         return self._head_exchanges[key]
+
+    @property
+    def ranks_of_heads(self) -> tuple[int, int]:
+        """Among how many ranks "ulysses" and "usp" divide heads, and which of them this is."""
+        if self._mesh is None:
+            return self.world_size, self.rank
+        return self._mesh["ulysses"].size(), self._mesh["ulysses"].get_local_rank()
 
     def groups_of_heads(self, heads_k: int, bytes_per_head: int) -> int:
         """Returns in how many groups "gather" fetches the key heads; bytes_per_head: of all keys and values."""

@@ -1,5 +1,6 @@
 """Attention over ranks is attention of one process: values, lse, gradients, methods, layouts, masks, errors."""
 
+import functools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from cases import cover
 from compare import assert_error_ratio
 from oracle import attention
 from processes import ON_GPUS, over_processes
+from torch.distributed.device_mesh import init_device_mesh
 
 from flash_attn import flash_attn_func
 from flash_attn.context_parallel import (
@@ -20,6 +22,7 @@ from flash_attn.context_parallel import (
     merge_attention,
     seq_to_heads,
 )
+from flash_attn.utils.distributed import device_of
 
 MASKS = {
     "causal": dict(causal=True),
@@ -30,7 +33,7 @@ MASKS = {
     "chunks": dict(causal=True, attention_chunk=7),
 }
 FACTORS = dict(
-    method=["gather", "ulysses"],
+    method=["gather", "ulysses", "usp"],
     layout=["zigzag", "balanced", "contiguous", "striped"],
     mask=list(MASKS),
     seqlens=[[48], [37], [1, 0, 20, 3, 1, 18], [3], [16, 16, 16]],
@@ -42,10 +45,7 @@ FACTORS = dict(
     granularity=[1, 128],
     dtype=[torch.float32, torch.bfloat16],
 )
-CASES = cover(
-    FACTORS, valid=lambda row: not (row["layout"] == "striped" and row["mask"] == "chunks" and row["softcap"])
-)
-assert {row["method"] for row in CASES} == {"gather", "ulysses"}
+CASES = cover(FACTORS, valid=lambda row: row["method"] != "usp" or not row["padding"])
 
 
 def tensors(case, head_dim, device):
@@ -88,6 +88,8 @@ def check(group, case, head_dim=16):
     options = dict(MASKS[case["mask"]])
     chunk = options.pop("attention_chunk", 0)
     shares = dict(layout=case["layout"], method=case["method"], granularity=case["granularity"])
+    if case["method"] == "usp":
+        group = mesh_of(group)
     plan = Plan(case["seqlens"], group, **shares)
     if case["padding"]:
         plan = Plan(case["seqlens"], group, **shares, pad_to=padded_size(plan) + case["padding"])
@@ -123,12 +125,20 @@ def check(group, case, head_dim=16):
     for x in grads[:3]:
         assert (x[:, padding] == 0).all()
     if sink is not None:
-        dist.all_reduce(grads[3], group=group)
+        dist.all_reduce(grads[3], group=plan.group)
         found.append(grads[3])
     for name, x, expected, baseline in zip(
         ["out", "lse", "dq", "dk", "dv", "dsink"], found, exact, alone, strict=False
     ):
         assert_error_ratio(x, expected, baseline, name=f"{name} of {case} on {plan}", at_most=2.0)
+
+
+@functools.cache
+def mesh_of(group):
+    """Two dimensions, of which the second has two ranks if that divides the group."""
+    ulysses = 2 if dist.get_world_size(group) % 2 == 0 else 1
+    shape = dist.get_world_size(group) // ulysses, ulysses
+    return init_device_mesh(device_of(group).type, shape, mesh_dim_names=("ring", "ulysses"))
 
 
 def padded_size(plan):
@@ -140,7 +150,7 @@ def padded_size(plan):
 def check_all(group, cases, head_dim):
     world_size = dist.get_world_size(group)
     for case in cases:
-        if case["method"] == "gather" or case["heads"][0] >= world_size:
+        if case["method"] != "ulysses" or case["heads"][0] >= world_size:
             check(group, case, head_dim)
 
 
@@ -272,18 +282,12 @@ def check_dropout(group):
 
 
 def check_compiled(group):
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
     def attend(q, k, v, sink, plan):
         return cp_attn_func(q * 2, k, v, causal=True, plan=plan, learnable_sink=sink, return_lse=True)
 
     for method in ("gather", "ulysses"):
         compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-        for seqlens in ([24], [24], [11, 13]):
+        for seqlens in ([24], [11, 13]):
             plan = Plan(seqlens, group, method=method, layout="contiguous", granularity=1)
             results = []
             for function in (attend, compiled):
@@ -296,7 +300,6 @@ def check_compiled(group):
                 results.append([out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), [q, k, sink])])
             for x, y in zip(*results, strict=True):
                 torch.testing.assert_close(x, y)
-    torch.compile(attend, fullgraph=True, backend=count)
 
 
 def check_checkpoint(group):
@@ -365,7 +368,11 @@ def check_errors(group):
         (dict(plan=ulysses, alibi_slopes=slopes[:3]), ValueError, r"alibi_slopes must have shape \(4,\)"),
         (dict(plan=ulysses, dropout_p=1.0), ValueError, "dropout_p must be at least 0 and less than 1"),
         (dict(plan=ulysses, dropout_p=0.1, return_attn_probs=True), ValueError, "return_attn_probs must be False"),
-        (dict(plan=ulysses, q=q[:, :, :2]), ValueError, "q's number of heads must be at least the number of ranks, 3"),
+        (
+            dict(plan=ulysses, q=q[:, :, :2]),
+            ValueError,
+            "q's number of heads must be at least the number of ranks that divide heads, 3",
+        ),
         (dict(plan=groups), ValueError, "head_groups of the plan must be a divisor of the heads of k, 2, found 3"),
         (dict(causal=torch.ones(1)), TypeError, "causal must be a bool"),
         (dict(softmax_scale=-1.0), ValueError, "softmax_scale must be at least 0"),
@@ -375,6 +382,16 @@ def check_errors(group):
         arguments = dict(q=q, k=k, v=k, plan=plan) | change
         with pytest.raises(error, match=match):
             cp_attn_func(**arguments)
+    mesh = mesh_of(group)
+    for options, match in [
+        (dict(group=mesh, method="gather"), "group must have one dimension for method='gather'"),
+        (dict(group=group, method="usp"), "group must have a DeviceMesh of two dimensions, ring and ulysses,"),
+        (dict(group=mesh, pad_to=99), "pad_to must be None with method='usp', found 99"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            Plan(24, **options)
+    with pytest.raises(ValueError, match="dropout_p must be left out with a plan of method='usp'"):
+        cp_attn_func(q, k, k, 0.1, plan=Plan(24, mesh))
     with pytest.raises(ValueError, match=r"kv.shape\[-3\] must be 2"):
         cp_attn_kvpacked_func(q, torch.zeros(1, 8, 3, 2, 16), plan=plan)
     with pytest.raises(ValueError, match="qkv must have 4 dimensions"):
@@ -392,7 +409,6 @@ CHECKS = [
     check_precision,
     check_one_rank,
     check_dropout,
-    check_compiled,
     check_checkpoint,
     check_second_derivative,
     check_exchange,
@@ -404,6 +420,10 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_over_three(check):
     over_processes(3, check)
+
+
+def test_compiled():
+    over_processes(2, check_compiled)
 
 
 def check_fetched(group):
