@@ -14,6 +14,10 @@ and the number of GPUs. tflops: of one GPU. ratio: ms of "torch allgather" over 
 links: rows of transfers, each alone and beside a matmul: shift (to the next rank and from the one before), all-gather,
 all-to-all, reduce-scatter. gbps: what a rank receives.
 
+steps: a whole training step of a decoder with random weights, forward, backward and AdamW, with parameters divided over
+all ranks (FSDP2), blocks computed again but for attention, which is kept in the memory of the host, MLPs in chunks, and
+a loss that never has all logits. Beside it stands what `python -m flash_attn.context_parallel` estimates.
+
 errors: the rms error of dq, dk and dv against float64 on a short row, over that of one process.
 
 All numbers of GPUs that are asked for run one after the other, so that efficiency has its baseline:
@@ -49,13 +53,15 @@ from flash_attn import __main__ as report
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn._ops import collectives
 from flash_attn.context_parallel import Plan, cp_attn_func
+from flash_attn.context_parallel._estimate import Machine, Model, Options, memory, step_seconds
 
 K = 1024
+EIGHT_B = Model()
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row: its kind ("attention", "links" or "errors"), a name, the lengths of its documents, and its attention."""
+    """A row: its kind ("attention", "links", "errors" or "step"), a name, lengths of documents, and attention."""
 
     op: str
     name: str
@@ -64,6 +70,7 @@ class Case:
     head_dim: int = 128
     window: int = -1
     bytes: int = 0  # that a rank sends
+    model: Model = EIGHT_B  # of a step
 
     def __str__(self) -> str:
         return f"{self.op}/{self.name}"
@@ -97,6 +104,7 @@ def cases(device: str):
         yield Case("attention", "window 16 256 4/2 d16", (256,), (4, 2), 16, window=16)
         yield Case("links", "64 kB", bytes=2**16)
         yield Case("errors", "causal 128 4/2 d16", (128,), (4, 2), 16)
+        yield Case("step", "tiny 256", (256,), model=Model(4, 2, 16, 2, 64, 128, 100))
         return
     for size in (32, 64, 128, 256):
         yield Case("attention", f"causal {size}k 32/8 d128", (size * K,))
@@ -109,6 +117,9 @@ def cases(device: str):
         yield Case("links", f"{size} MB", bytes=size * 2**20)
     yield Case("errors", "causal 4k 8/2 d128", (4 * K,), (8, 2))
     yield Case("errors", "documents 4k 8/2 d128", documents(4 * K, 700, 2 * K), (8, 2))
+    for size in (64, 128, 512, 1024):
+        yield Case("step", f"8B {size}k", (size * K,))
+    yield Case("step", "8B of 16 layers 1024k", (1024 * K,), model=Model(layers=16))
 
 
 @dataclasses.dataclass
@@ -173,7 +184,7 @@ def _run(rank, ranks, file, args):
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if on_gpu else "gloo", f"file://{file}", rank=rank, world_size=ranks)
     for case in args.chosen:
-        measure = {"attention": _attention, "links": _links, "errors": _errors}[case.op]
+        measure = {"attention": _attention, "links": _links, "errors": _errors, "step": _step_of_model}[case.op]
         rows = list(measure(case, ranks, args))
         if rank == 0:
             append_csv(args.csv, [dataclasses.asdict(row) for row in rows])
@@ -482,6 +493,93 @@ def _exact(case, *tensors):
         at += length
     out = torch.cat(outs, 1)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A training step
+
+
+def _step_of_model(case, ranks, args):
+    device, sizes, total = args.device, case.model, sum(case.seqlens)
+    on_gpu = device == "cuda"
+    model = _decoder(sizes, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
+    plan = Plan(list(case.seqlens), dist.group.WORLD)
+    ids = torch.randint(sizes.vocab, (1, total), generator=torch.Generator().manual_seed(0)).to(device)
+    batch = plan.shard_batch(dict(input_ids=ids, labels=ids))
+    steps, times = 2, []  # the first one allocates
+    for _ in range(steps):
+        dist.barrier()
+        _wait(on_gpu)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        loss = model(**batch, cp_plan=plan).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(on_gpu)
+        times.append(_largest(1e3 * (time.perf_counter() - start), device))
+        if times[-1] > 200_000:  # a second one would not add anything
+            break
+    peak = _largest(torch.cuda.max_memory_allocated() / 1e6, device) if on_gpu else None
+    options = Options(offload=True)
+    estimated = step_seconds(sizes, Machine(), total, ranks, 1, options)
+    items = memory(sizes, total, ranks, 1, ranks, options)
+    text = f"loss {loss.item():.3f}; estimate {1e3 * estimated:.4g} ms, {sum(items.values()):.1f} GB: " + ", ".join(
+        f"{name} {size:.1f}" for name, size in items.items()
+    )
+    yield _row(case, ranks, "FSDP2 over cp", args, times[-1:], error=text, peak_mb=peak)
+
+
+def _decoder(sizes, device):
+    """A decoder with random weights, divided over all processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import GPT2Config
+
+    from flash_attn.models.gpt import GPTLMHeadModel
+    from flash_attn.parallel import set_mlp_chunks
+
+    config = GPT2Config(
+        vocab_size=sizes.vocab,
+        bos_token_id=None,
+        eos_token_id=None,
+        n_embd=sizes.width,
+        n_layer=sizes.layers,
+        n_head=sizes.heads,
+        n_head_kv=sizes.heads_k,
+        n_positions=0,
+        rotary_emb_fraction=1.0,
+        rotary_emb_base=5e5,
+        activation_function="swiglu",
+        n_inner=sizes.ffn,
+        mlp_multiple_of=1,
+        rms_norm=True,
+        qkv_proj_bias=False,
+        out_proj_bias=False,
+        mlp_fc1_bias=False,
+        mlp_fc2_bias=False,
+        tie_word_embeddings=False,
+        use_flash_attn=True,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    with torch.device("meta"):
+        model = GPTLMHeadModel(config)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device == "cuda" else MixedPrecisionPolicy()
+    for layer in model.transformer.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    model.gradient_checkpointing_enable(offload=True, keep_attention=True)
+    set_mlp_chunks(model, Options().mlp_chunks)
+    return model
 
 
 if __name__ == "__main__":

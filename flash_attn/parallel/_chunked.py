@@ -40,8 +40,7 @@ def chunked(
             raise TypeError("parameters must be given if module is a function, found None")
         parameters = module.parameters()
     wanted = [each for each in parameters if each.requires_grad]
-    rows = x.flatten(0, -2)
-    return _Chunked.apply(module, chunks, rows, *wanted).unflatten(0, x.shape[:-1])
+    return _Chunked.apply(module, chunks, x, *wanted)
 
 
 def set_mlp_chunks(model: nn.Module, chunks: int) -> None:
@@ -68,7 +67,9 @@ class _Chunked(torch.autograd.Function):
         ctx.module, ctx.chunks, ctx.parameters = module, chunks, parameters
         ctx.save_for_backward(x)
         ctx.again = state_of_forward(x)
-        return torch.cat([module(part) for part in x.chunk(chunks)])
+        # The shape is set here, so that the result is no view: FSDP2 warns of layers that return one.
+        out = torch.cat([module(part) for part in x.flatten(0, -2).chunk(chunks)])
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @autograd.once_differentiable
@@ -77,7 +78,8 @@ class _Chunked(torch.autograd.Function):
         sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in parameters]
         parts = []
         with ctx.again():
-            for part, dy in zip(x.chunk(ctx.chunks), grad.chunk(ctx.chunks), strict=True):
+            pairs = zip(*(each.flatten(0, -2).chunk(ctx.chunks) for each in (x, grad)), strict=True)
+            for part, dy in pairs:
                 with torch.enable_grad():
                     leaf = part.detach().requires_grad_()
                     y = ctx.module(leaf)
@@ -86,4 +88,4 @@ class _Chunked(torch.autograd.Function):
                 for total, each in zip(sums, grads, strict=True):
                     total += each
         totals = [total.to(each.dtype) for total, each in zip(sums, parameters, strict=True)]
-        return None, None, torch.cat(parts), *totals
+        return None, None, torch.cat(parts).view(x.shape), *totals

@@ -267,7 +267,7 @@ def host_group(process_group: ProcessGroup) -> ProcessGroup:
 
 
 def device_of(process_group: ProcessGroup) -> torch.device:
-    """Returns where process_group exchanges tensors: on the current GPU of this process with NCCL, else on the CPU."""
-    if "nccl" in dist.get_backend(process_group):
+    """Returns where process_group exchanges tensors: on the CPU with gloo alone, else on the current GPU."""
+    if dist.get_backend(process_group) != "gloo" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
