@@ -67,9 +67,10 @@ class _Chunked(torch.autograd.Function):
         ctx.module, ctx.chunks, ctx.parameters = module, chunks, parameters
         ctx.save_for_backward(x)
         ctx.again = state_of_forward(x)
-        # The shape is set here, so that the result is no view: FSDP2 warns of layers that return one.
-        out = torch.cat([module(part) for part in x.flatten(0, -2).chunk(chunks)])
-        return out.view(*x.shape[:-1], out.shape[-1])
+        parts = [module(part) for part in x.flatten(0, -2).chunk(chunks)]
+        out = parts[0].new_empty(*x.shape[:-1], parts[0].shape[-1])  # no view: FSDP2 warns of layers that return one
+        torch.cat(parts, out=out.flatten(0, -2))
+        return out
 
     @staticmethod
     @autograd.once_differentiable

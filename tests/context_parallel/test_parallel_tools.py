@@ -39,6 +39,7 @@ def test_chunks_compute_the_layer(chunks):
     torch.testing.assert_close(found, gradients(module, x, parameters))
     with torch.no_grad():
         torch.testing.assert_close(chunked(module, x, chunks), module(x))
+    assert not chunked(module, x, chunks)._is_view()
 
 
 def test_chunks_add_gradients_in_float32():
