@@ -139,6 +139,7 @@ def backward(
     rng_state: Tensor | None = None,
     dlse: Tensor | None = None,
     given: FeatureArguments | None = None,
+    contributions: bool = False,
     **options: Any,
 ) -> Tensor:
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
@@ -153,6 +154,7 @@ def backward(
     dlse: the gradient of softmax_lse; None means 0.
     given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
         A bias gets no gradient here.
+    contributions: whether dk and dv are what `new_contribution` makes.
     options: fields of `Options`; None means the default.
     """
     names = "q", "k", "v"
@@ -169,8 +171,8 @@ def backward(
     shape = (*q.shape[:-1], v.shape[-1])
     shapes = {"dout": shape, "out": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
     for (name, expected), value in zip(shapes.items(), (dout, out, dq, dk, dv), strict=True):
-        dtypes = {q.dtype, _dtype_of_contributions(q)} if name in ("dk", "dv") else (q.dtype,)
-        checks.tensor(name, value, dtypes=dtypes, shape=tuple(expected), device=q.device)
+        dtype = _dtype_of_contributions(q) if contributions and name in ("dk", "dv") else q.dtype
+        checks.tensor(name, value, dtypes=(dtype,), shape=tuple(expected), device=q.device)
     checks.own_memory(dq=dq, dk=dk, dv=dv)
     lse_shape = _lse_shape(q, options.get("cu_seqlens_q"))
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)

@@ -15,7 +15,7 @@ from flash_attn._errors import ArgumentError
 from flash_attn._reference.attention.options import Features, Options
 from flash_attn._sharding import Layout, is_distributed
 
-__all__ = ["is_distributed", "local"]  # besides the rules
+__all__ = ["is_distributed"]  # besides the rules
 
 
 def local(x: Any) -> Any:

@@ -438,7 +438,7 @@ def _gather_backward(
             given = FeatureArguments(key_ranges=launch.key_ranges)
             flash_attn.backward(
                 row_tensors[0], row_tensors[1], part_k, part_v, row_tensors[2], part_lse, grad_q, grad_k, grad_v,
-                softmax_scale, False, launch.window, None, part_dlse, given, **options, **launch.lengths,
+                softmax_scale, False, launch.window, None, part_dlse, given, is_sum, **options, **launch.lengths,
             )  # fmt: skip
             for total, grad in zip(totals, (grad_k, grad_v), strict=True):
                 total[:, launch.keys] += grad if not launch.lengths else grad.unflatten(0, (batch, -1))
