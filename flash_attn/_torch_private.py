@@ -53,6 +53,13 @@ try:
 except ImportError:
     FunctionalTensorMode = None
 
+# The base of modes that see each op that runs. `object` if it is gone: what needs one then raises an ImportError.
+DispatchMode: Any
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+except ImportError:
+    DispatchMode = object
+
 # The classes of tensors that are no subclasses to a user: those of torch, and what stands for them in a trace (for
 # shapes, and in torch.export). Without the names of the latter, traces call layers that are fused elsewhere.
 PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
@@ -78,6 +85,14 @@ try:
     from torch.distributed import _functional_collectives as functional_collectives
 except ImportError:
     functional_collectives = None
+
+
+def flattened(mesh: Any, name: str) -> Any:
+    """A DeviceMesh of one dimension, of this name, with all processes of a mesh of several.
+
+    Raises ImportError if torch cannot make one.
+    """
+    return _needed(mesh, "_flatten")(name)
 
 
 def has_kernel(name: str, key: str, otherwise: bool) -> bool:

@@ -31,11 +31,11 @@ def _run(name, *args):
     return printed.getvalue()
 
 
-def _start(name, *args):
+def _start(name, *args, launcher=()):
     """What an example prints that imports the package from here, installed or not. pytest shows its errors."""
     paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}  # small tensors, busy cores
-    command = [sys.executable, EXAMPLES / name, *args]
+    command = [sys.executable, *launcher, EXAMPLES / name, *args]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
 
 
@@ -53,6 +53,13 @@ def test_blocks():
 def test_the_same_in_two_ways(name):
     """The example raises an error if the difference is not one of rounding."""
     assert "difference" in (_start if name == "sequence_parallel.py" else _run)(name)
+
+
+def test_context_parallel():
+    """On two processes, as torchrun starts them. The example compares a step with one of one process."""
+    assert "on 2 ranks" in _start(
+        "context_parallel.py", launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    )
 
 
 def test_paged():

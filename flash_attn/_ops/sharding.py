@@ -18,6 +18,11 @@ from flash_attn._sharding import Layout, is_distributed
 __all__ = ["is_distributed"]  # besides the rules
 
 
+def local(x: Any) -> Any:
+    """This process's part of a DTensor, differentiably; anything else as it is."""
+    return x.to_local() if is_distributed(x) else x
+
+
 def attention_fwd(q: Tensor, k: Tensor | None, v: Tensor | None, *arguments: Any) -> Layout:
     tensors, out, lse, divides = _attention(q, k, v, arguments)
     return Layout(tensors, (out, lse), divides)

@@ -22,7 +22,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from flash_attn import _library, masks
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, invariance
 from flash_attn._ops.flash_attn_features import BIAS_DTYPES, SINK_DTYPES
+from flash_attn.context_parallel import Plan, cp_attn_func
 from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
 __all__ = ["Mask", "attention", "mask", "register"]
@@ -106,6 +107,7 @@ def attention(
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
     head_mask: Tensor | None = None,
+    cp_plan: Plan | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention, as transformers calls it. Other keyword arguments have no effect, as in its "sdpa".
@@ -127,14 +129,17 @@ def attention(
         sinks: (batch, heads, seqlen_q, 1), the score of a sink for each row; has a gradient.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the bounds of packed sequences, int32
             (sequences + 1,), over the tokens of the whole batch, and the longest ones.
+        cp_plan: a `flash_attn.context_parallel.Plan` of which the tokens are those of this rank. Models hand it on:
+            call them with input_ids and position_ids of `cp_plan.shard_batch`, without attention_mask, and
+            cp_plan=plan. What a row sees then follows from the plan, is_causal and sliding_window.
 
     Returns:
         (out, None), out (batch, seqlen_q, heads, head_dim of value). Rows that see no key are 0, with no gradient.
 
     Raises:
         ValueError: output_attentions, a head_mask, a paged cache, or the indices or block_indices of sparse attention,
-            which only transformers' own functions have; a result of `mask` for other lengths; or a wrong shape or
-            value. Wrong types raise TypeError.
+            which only transformers' own functions have; a result of `mask` for other lengths; with cp_plan, padding,
+            biases, sinks of rows and models with chunks; or a wrong shape or value. Wrong types raise TypeError.
         NotImplementedError: a mask, or packed sequences beside a bias or sinks, with which the level of batch
             invariance in force cannot be kept.
     """
@@ -154,6 +159,15 @@ def attention(
         what = 'heads are not masked here, use "eager"'
         raise ArgumentError(f"head_mask must be None, found a {type(head_mask).__name__}: {what}")
     _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks)
+    if cp_plan is not None:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        _refuse_with_plan(module, attention_mask, position_bias, sinks)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        window = _without_mask(bool(is_causal), sliding_window).window_size
+        options: dict[str, Any] = dict(softmax_scale=scaling, window_size=window, softcap=softcap or 0.0)
+        out = cp_attn_func(q, k, v, dropout, causal=bool(is_causal), plan=cp_plan, learnable_sink=s_aux, **options)
+        return cast(Tensor, out), None
     lengths = (query.shape[2], key.shape[2])
     if isinstance(attention_mask, Mask) and attention_mask.shape[2:] != lengths:
         raise ArgumentError(
@@ -203,6 +217,22 @@ def attention(
         share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float()).transpose(1, 2)
         out = (out * share).to(q.dtype)
     return out, None
+
+
+def _refuse_with_plan(module, attention_mask, position_bias, sinks):
+    """Refuse what a plan does not know. It knows documents and the mask of packed ones, which has no other tensors."""
+    seen = attention_mask.seen if isinstance(attention_mask, Mask) else None
+    has_padding = seen is not None and (seen.seqused_k is not None or seen.attn_bias is not None)
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    found = {
+        "attention_mask": None if seen is not None and not has_padding else attention_mask,
+        "position_bias": position_bias,
+        "sinks": sinks,
+        "config.attention_chunk_size": chunk,
+    }
+    for name, value in found.items():
+        if value is not None:
+            raise ArgumentError(f"{name} must be None with cp_plan, found {chunk or 'a ' + type(value).__name__}")
 
 
 def _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks):

@@ -421,8 +421,22 @@ class RotaryEmbedding(torch.nn.Module):
         """Returns whether tables with `rows` rows serve a sequence of this length. Subclasses may ask for more."""
         return rows >= seqlen
 
-    def _computed_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-        position = torch.arange(seqlen, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    def _rows_at(self, position_ids: Tensor, seqlen: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Returns what `_tables` does, but with a row for each of these positions (tokens,), all less than seqlen.
+
+        No table of seqlen rows is made, unless a subclass has a cache of its own.
+        """
+        if type(self)._update_cos_sin_cache is RotaryEmbedding._update_cos_sin_cache and not invariance.level():
+            return self._computed_tables(seqlen, position_ids.device, dtype, position_ids)
+        tables = self._tables(seqlen, position_ids.device, dtype)
+        return tuple(None if table is None else table.index_select(0, position_ids) for table in tables)
+
+    def _computed_tables(
+        self, seqlen: int, device: torch.device, dtype: torch.dtype, position: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Returns the tables for these positions; None: 0 to seqlen - 1."""
+        accurate = torch.promote_types(dtype, torch.float32)
+        position = torch.arange(seqlen, device=device, dtype=accurate) if position is None else position.to(accurate)
         # A product, not an einsum, which autocast would compute in 16 bits.
         angles = position[:, None] * self._frequencies(seqlen, position.device)
         cos, sin = angles.cos(), angles.sin()

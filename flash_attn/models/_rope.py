@@ -164,8 +164,8 @@ class _ScaledRotaryEmbedding(RotaryEmbedding):
         same = regime is None or regime(rows, self._scaling) == regime(seqlen, self._scaling)
         return same and super()._serves(rows, seqlen)
 
-    def _computed_tables(self, seqlen, device, dtype):
-        tables = super()._computed_tables(seqlen, device, torch.promote_types(dtype, torch.float32))
+    def _computed_tables(self, seqlen, device, dtype, position=None):
+        tables = super()._computed_tables(seqlen, device, torch.promote_types(dtype, torch.float32), position)
         magnitude = _magnitude(self._scaling)
         return tuple(None if table is None else (magnitude * table).to(dtype) for table in tables)
 

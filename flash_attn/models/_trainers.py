@@ -4,6 +4,7 @@ backward, and keyword arguments of `forward`.
 
 import contextlib
 import difflib
+import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn._ops import checks, invariance
 from flash_attn._ops.layers_in_force import layers_in_force
+from flash_attn.utils.recompute import keep_attention
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers computed again in the backward
@@ -26,6 +28,7 @@ class _Checkpointing(NamedTuple):
     options: dict[str, Any]  # of torch.utils.checkpoint.checkpoint
     every_n_layers: int = 1
     offload: bool = False
+    keep_attention: bool = False
 
 
 _USUAL = _Checkpointing({"use_reentrant": False})
@@ -55,8 +58,11 @@ class LayerStack(nn.Module):
                 return layer(*inputs[: len(args)], mixer_kwargs=given | tensors, **kwargs)
 
         on_host = save_on_cpu(pin_memory=torch.accelerator.is_available()) if how.offload else contextlib.nullcontext()
+        options = how.options
+        if how.keep_attention and not torch.compiler.is_compiling():
+            options = options | dict(context_fn=functools.partial(keep_attention, how.offload))
         with on_host:
-            return checkpoint(run, *args, *(given[name] for name in names), **how.options)
+            return checkpoint(run, *args, *(given[name] for name in names), **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,6 +142,7 @@ class TrainerMethods(nn.Module):
         *,
         every_n_layers: int = 1,
         offload: bool = False,
+        keep_attention: bool = False,
     ) -> None:
         """Compute each layer again in the backward instead of saving its activations, with the same dropout.
 
@@ -144,6 +151,9 @@ class TrainerMethods(nn.Module):
                 is not given, preserve_rng_state, context_fn, determinism_check, debug and early_stop.
             every_n_layers: only every n-th layer, from the first.
             offload: keep the inputs of these layers in the memory of the host.
+            keep_attention: keep the results of attention, too (with offload in the memory of the host), and do not
+                compute it again, as `flash_attn.utils.recompute.keep_attention` does. Not with use_reentrant or
+                context_fn. Graphs of torch.compile compute it again.
 
         With use_reentrant, the output of the embedding gets a gradient even if the embedding is frozen, as under an
         adapter: without it there would be no gradients at all.
@@ -163,8 +173,10 @@ class TrainerMethods(nn.Module):
                 checks.flag(f"gradient_checkpointing_kwargs[{name!r}]", given[name])
         checks.integer("every_n_layers", every_n_layers)
         checks.number("every_n_layers", every_n_layers, every_n_layers > 0, "positive")
-        checks.flag("offload", offload)
-        how = _Checkpointing(_USUAL.options | given, every_n_layers, offload)
+        checks.flags(offload=offload, keep_attention=keep_attention)
+        if keep_attention and (given.get("use_reentrant") or given.get("context_fn") is not None):
+            raise ValueError("keep_attention must be False with use_reentrant or context_fn, found True")
+        how = _Checkpointing(_USUAL.options | given, every_n_layers, offload, keep_attention)
         for stack in self._stacks():
             stack.gradient_checkpointing, stack._checkpointing = True, how
         if not how.options["use_reentrant"]:

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from flash_attn import _library
 from flash_attn._ops import checks, fusing, xentropy
 from flash_attn._ops.layers_in_force import layers_in_force
+from flash_attn.context_parallel import Plan
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.losses.linear_cross_entropy import (
     LinearCrossEntropyLoss,
@@ -587,6 +588,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         *,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        cp_plan: Plan | None = None,
     ) -> Tensor:
         """The normed residual stream after the last layer.
 
@@ -604,6 +606,9 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
                 give alone. Not with inference_params, whose leftpad_per_sample says the same.
             inputs_embeds: (batch, seqlen, features of the word embeddings), instead of input_ids: what
                 get_input_embeddings()(input_ids) would give. Not with a group.
+            cp_plan: a `flash_attn.context_parallel.Plan` of which input_ids are the tokens of this rank, (batch,
+                cp_plan.tokens): a row may hold several documents, and positions are those in them unless position_ids
+                says otherwise. Needs config.use_flash_attn; not with attention_mask or inference_params.
 
         Returns (batch, seqlen, features), with arbitrary values at padding; with a group and sequence_parallel, this
         process's part of (batch * seqlen, features).
@@ -613,6 +618,9 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         if inputs_embeds is not None and self.process_group is not None:
             raise ValueError("inputs_embeds must be None with process_group, found a tensor: give input_ids")
         leftpad = fits = None
+        if cp_plan is not None:
+            _refuse_with_plan(attention_mask=attention_mask, inference_params=inference_params)
+            position_ids = cp_plan.position_ids.to(tokens.device) if position_ids is None else position_ids
         if attention_mask is not None:
             if inference_params is not None:
                 raise ValueError(
@@ -623,7 +631,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             leftpad, fits = _padding(attention_mask, tokens)
         if position_ids is not None:
             _check_of_tokens("position_ids", position_ids, tokens)
-            if inference_params is None:
+            if inference_params is None and cp_plan is None:
                 is_learned = self.embeddings.max_position_embeddings > 0
                 counts = _one_sequence(position_ids.expand_as(tokens), attention_mask, is_learned)
                 fits = counts if fits is None else fits & counts
@@ -640,12 +648,12 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             inputs_embeds = None if inputs_embeds is None else shifted(inputs_embeds, leftpad)
         given = dict(input_ids=input_ids) if inputs_embeds is None else dict(inputs_embeds=inputs_embeds)
         with layers_in_force():
-            hidden = self._run(given, tokens.shape[1], position_ids, inference_params, by_tokens)
+            hidden = self._run(given, tokens.shape[1], position_ids, inference_params, by_tokens, cp_plan)
         if leftpad is not None:
             hidden = shifted(hidden, -leftpad)
         return hidden if fits is None or by_tokens else hidden.masked_fill(~fits[:, None, None], math.nan)
 
-    def _run(self, given, seqlen, position_ids, inference_params, by_tokens):
+    def _run(self, given, seqlen, position_ids, inference_params, by_tokens, cp_plan):
         """`forward` of rows that begin with a token. given: the input by its name."""
         options: dict[str, Any] = dict(combine_batch_seqlen_dim=True) if by_tokens else {}
         hidden = self.embeddings(**given, position_ids=position_ids, **options)
@@ -654,6 +662,8 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         mixer_kwargs: dict[str, Any] = dict(seqlen=seqlen) if by_tokens else {}
         if inference_params is not None:
             mixer_kwargs["inference_params"] = inference_params
+        if cp_plan is not None:
+            mixer_kwargs["cp_plan"] = cp_plan
         stream: tuple[Any, ...] = (
             hidden,
             *(None,) * (2 if self.parallel_block else 1),
@@ -673,6 +683,12 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         branches = [_Branch(x, self.drop_f) for x in (hidden, *second) if x is not None]
         (out,), _ = _add_and_norm([self.ln_f], branches, residual, fused=self.fused_dropout_add_ln)
         return out
+
+
+def _refuse_with_plan(**arguments):
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None with cp_plan, found a {type(value).__name__}")
 
 
 def _padding(attention_mask, input_ids):
@@ -938,6 +954,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         loss_fn: Callable[..., Tensor] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        cp_plan: Plan | None = None,
         **options: Any,  # transformers.Trainer takes every "label" in a signature for one that an evaluation needs
     ) -> CausalLMOutput | CausalLMLoss | tuple[Tensor]:
         """Logits of the next tokens, or with labels their loss.
@@ -965,6 +982,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 shift_labels, that are not -100, as transformers.Trainer counts them: where labels of padding or of the
                 token after it are among them, the sum without those is scaled to this number. Not with loss_fn.
             return_dict: False gives a plain tuple with the loss or the logits in it.
+            cp_plan: as in `GPTModel.forward`. The labels are then shift_labels, as `cp_plan.shard_batch` makes them,
+                and the loss is that of `cp_plan.mean_loss`, whose average over the ranks is the mean over all of their
+                labels. With loss_fn or num_items_in_batch it is what they make of this rank's labels.
             options: shift_labels (batch, seqlen), instead of labels: the token that follows each of input_ids, or -100.
                 What else transformers' models take may be given where it asks for nothing, as use_cache=False.
 
@@ -985,12 +1005,19 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if isinstance(input_ids, Tensor) and input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
         shape = tokens_of(input_ids, inputs_embeds).shape
+        if cp_plan is not None:
+            if labels is not None:
+                raise ValueError(
+                    "labels must be None with cp_plan, found a tensor: a rank does not have the token after its last "
+                    "one. Give shift_labels, which cp_plan.shard_batch makes of labels"
+                )
         hidden = self.transformer(
             input_ids,
             position_ids=position_ids,
             inference_params=inference_params,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
+            cp_plan=cp_plan,
         )
         if inference_params is not None and hidden.dim() != 3:
             raise ValueError("config.sequence_parallel must be False with inference_params, found True")
@@ -1000,7 +1027,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             hidden = self._before_head(hidden)
             if labels is not None or shift_labels is not None:
                 following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
-                loss = self._loss(hidden, following, loss_fn, num_items_in_batch)
+                loss = self._loss(hidden, following, loss_fn, num_items_in_batch, cp_plan)
                 if num_items_in_batch is not None and attention_mask is not None:
                     loss = loss * _counted_by_trainers(labels, shift_labels, following)
                 return as_asked(CausalLMLoss(loss=loss), return_dict)
@@ -1018,33 +1045,38 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             hidden = self.project_out(hidden)
         return hidden if self.output_scale == 1.0 else hidden * self.output_scale
 
-    def _loss(self, hidden, following, loss_fn, num_items_in_batch):
+    def _loss(self, hidden, following, loss_fn, num_items_in_batch, cp_plan=None):
         if loss_fn is not None and num_items_in_batch is not None:
             raise ValueError("num_items_in_batch must be None with loss_fn, which takes its own mean, found both")
         by_tokens = hidden.dim() == 2
         following = following.flatten() if by_tokens else following
         options: dict[str, Any] = {} if self.softcap is None else dict(softcap=self.softcap)
         classes: dict[str, Any] = dict(num_classes=self.vocab_size, process_group=self.process_group)
+        is_sum = cp_plan is not None and loss_fn is None and num_items_in_batch is None
         if loss_fn is None:
             xentropy.check_classes(following, self.vocab_size)
             if num_items_in_batch is not None:
                 options |= dict(reduction="sum", token_weights=weights_of_items(following, num_items_in_batch))
+            elif is_sum:
+                options["reduction"] = "sum"
         head: Any = self.lm_head
         takes_logits = loss_fn is None or _takes_logits(loss_fn)
         if fusing.may_fuse(head, _HEADS, hidden, hooks_of_all=takes_logits):
             if loss_fn is None:
                 loss_fn = functools.partial(linear_cross_entropy, sequence_parallel=by_tokens, **classes)
             weight = F.normalize(head.weight) if type(head) in _NORMED_HEADS else head.weight
-            return loss_fn(hidden, weight, following, head.bias, **options)
-        if loss_fn is None:
-            return cross_entropy_of_logits(head(hidden), following, **options, **classes)
-        if takes_logits:
-            return loss_fn.of_logits(head(hidden), following, **options)
-        raise TypeError(
-            "loss_fn must have a method of_logits, as LinearCrossEntropyLoss has, where lm_head must be called (it "
-            "has hooks or an adapter, or is of another class): it would compute with the weight alone, "
-            f"found {loss_fn!r}"
-        )
+            loss = loss_fn(hidden, weight, following, head.bias, **options)
+        elif loss_fn is None:
+            loss = cross_entropy_of_logits(head(hidden), following, **options, **classes)
+        elif takes_logits:
+            loss = loss_fn.of_logits(head(hidden), following, **options)
+        else:
+            raise TypeError(
+                "loss_fn must have a method of_logits, as LinearCrossEntropyLoss has, where lm_head must be called (it "
+                "has hooks or an adapter, or is of another class): it would compute with the weight alone, "
+                f"found {loss_fn!r}"
+            )
+        return cp_plan.mean_loss(loss, (following != -100).sum()) if is_sum else loss
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also takes state dicts of earlier releases, with `transformer.ln_0`, which are changed in place."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks, collectives
+from flash_attn._ops import checks, collectives, sharding
 from flash_attn.utils.distributed import all_reduce, reduce_scatter
 
 
@@ -166,8 +167,13 @@ class VocabParallelEmbedding(nn.Embedding):
             return super().forward(input)
         first = dist.get_rank(self.process_group) * self.num_embeddings
         own = (input >= first) & (input < first + self.num_embeddings)
-        embeddings = super().forward(torch.where(own, input - first, 0))
+        embeddings = _embedded(self, torch.where(own, input - first, 0))
         return embeddings.masked_fill(~own[..., None], 0.0)
+
+    @property
+    def divided_dims(self) -> dict[str, int]:
+        """Along which dimension the weight is divided."""
+        return {} if self.process_group is None else {"weight": 0}
 
 
 class ColumnParallelEmbedding(nn.Embedding):
@@ -191,6 +197,28 @@ class ColumnParallelEmbedding(nn.Embedding):
         world_size = _processes("embedding_dim", embedding_dim, process_group)
         super().__init__(num_embeddings, embedding_dim // world_size, *args, **kwargs)
         self.process_group = process_group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Embeddings (..., features of this process) of input (...)."""
+        return _embedded(self, input)
+
+    @property
+    def divided_dims(self) -> dict[str, int]:
+        """Along which dimension the weight is divided."""
+        return {} if self.process_group is None else {"weight": 1}
+
+
+def _embedded(module: nn.Embedding, input: Tensor) -> Tensor:
+    """The call of nn.Embedding with this process's part of a weight that may be a DTensor."""
+    return F.embedding(
+        input,
+        sharding.local(module.weight),
+        module.padding_idx,
+        module.max_norm,
+        module.norm_type,
+        module.scale_grad_by_freq,
+        module.sparse,
+    )
 
 
 class ParallelGPT2Embeddings(nn.Module):

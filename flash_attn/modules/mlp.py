@@ -24,6 +24,7 @@ from flash_attn.ops.fused_dense import (
     ParallelFusedMLP,
     RowParallelLinear,
 )
+from flash_attn.parallel import chunked
 
 __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp", "ParallelMLP"]
 
@@ -33,6 +34,7 @@ class _TwoLayers(nn.Module):
 
     fc1: nn.Module
     fc2: nn.Module
+    mlp_chunks = 1  # in how many parts tokens are computed: see flash_attn.parallel.set_mlp_chunks
 
     def __init__(self, activation: Callable[[Tensor], Tensor], return_residual: bool = False) -> None:
         super().__init__()
@@ -43,8 +45,11 @@ class _TwoLayers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """y (..., out_features) of x (..., in_features); (y, x) if return_residual."""
-        y = self.fc2(self.hidden(x))
+        y = self._whole(x) if self.mlp_chunks == 1 else chunked(self._whole, x, self.mlp_chunks, self.parameters())
         return (y, x) if self.return_residual else y
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return self.fc2(self.hidden(x))
 
     def hidden(self, x: Tensor) -> Tensor:
         """The input of fc2."""

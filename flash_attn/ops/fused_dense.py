@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks, collectives, fused_dense, fusing, invariance
+from flash_attn._ops import checks, collectives, fused_dense, fusing, invariance, sharding
 from flash_attn.utils.distributed import all_gather, all_reduce, get_dim_for_local_rank, reduce_scatter, replicated
 
 
@@ -298,6 +298,11 @@ class _ParallelLinear(nn.Linear):
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
 
+    @property
+    def divided_dims(self) -> dict[str, int]:
+        """Along which dimension each parameter is divided; others are whole."""
+        return {"weight": 0, "bias": 0} if self._divided == "out_features" else {"weight": 1}
+
 
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer with its output features divided among the processes of a group.
@@ -317,8 +322,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features of this process)."""
+        weight, bias = sharding.local(self.weight), sharding.local(self.bias)
         return fused_dense_func(
-            x, self.weight, self.bias, process_group=self.process_group, sequence_parallel=self.sequence_parallel
+            x, weight, bias, process_group=self.process_group, sequence_parallel=self.sequence_parallel
         )
 
 
@@ -334,7 +340,8 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features of this process) to (..., out_features)."""
-        return _reduced(fused_dense_func(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
+        out = fused_dense_func(x, sharding.local(self.weight), self.bias)
+        return _reduced(out, self.process_group, self.sequence_parallel)
 
 
 def _share(name, features, process_group, multiple_of, share):

@@ -12,6 +12,7 @@ take every backend of torch.distributed that has the collective: NCCL on GPUs, g
 all processes of the group in the same order and with the same shapes.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -247,3 +248,26 @@ def _check_rows_of(process_group, x):
     world_size = collectives.size(process_group)
     fits = x.shape[0] % world_size == 0
     checks.number("input_.shape[0]", x.shape[0], fits, "divisible by the {} processes", world_size)
+
+
+_HOST_GROUPS: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+
+
+def host_group(process_group: ProcessGroup) -> ProcessGroup:
+    """Returns a group of the same processes that exchanges tensors on the CPU: process_group itself if it can.
+
+    The first call for another group must be made by all its processes: it makes one with gloo, which is kept.
+    """
+    if dist.get_backend(process_group) != "nccl":
+        return process_group
+    if process_group not in _HOST_GROUPS:
+        ranks = dist.get_process_group_ranks(process_group)
+        _HOST_GROUPS[process_group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _HOST_GROUPS[process_group]
+
+
+def device_of(process_group: ProcessGroup) -> torch.device:
+    """Returns where process_group exchanges tensors: on the CPU with gloo alone, else on the current GPU."""
+    if dist.get_backend(process_group) != "gloo" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -31,6 +31,44 @@ SIGNATURES = {
         "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
         "pad_input": "hidden_states, indices, batch, seqlen",
     },
+    "flash_attn.context_parallel": {
+        "Plan": (
+            "seqlens, group, *, layout='auto', method='auto', granularity=128, pad_to=None, head_groups=None, "
+            "each_document=False, loss_group=None, device=None"
+        ),
+        "Plan.shard": "self, x, dim=1, fill=0",
+        "Plan.unshard": "self, x, dim=1",
+        "Plan.shard_batch": "self, batch, dims=None",
+        "Plan.shift_labels": "self, labels, ignore_index=-100",
+        "Plan.mean_loss": "self, loss_sum, count, group=None",
+        "Plan.rotary": "self, cos, sin",
+        "Plan.intervals": "self, source=None, causal=True, window_size=(-1, -1)",
+        "cp_attn_func": (
+            "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan, learnable_sink=None, "
+            "attention_chunk=0, return_lse=False"
+        ),
+        "cp_attn_kvpacked_func": (
+            "q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan, learnable_sink=None, "
+            "attention_chunk=0, return_lse=False"
+        ),
+        "cp_attn_qkvpacked_func": (
+            "qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan, learnable_sink=None, "
+            "attention_chunk=0, return_lse=False"
+        ),
+        "cp_attn_with_kvcache": (
+            "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+            "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+            "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+            "return_softmax_lse=False, *, group, cp_interleave=1, divided_heads=False, learnable_sink=None, "
+            "attention_chunk=0"
+        ),
+        "heads_to_seq": "x, group",
+        "merge_attention": "outs, lses",
+        "seq_to_heads": "x, group",
+    },
     "flash_attn.cute.interface": {  # of extras/flash-attn-4
         "flash_attn_func": (
             "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None), "
@@ -182,7 +220,7 @@ SIGNATURES = {
             "module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None, "
             "is_causal=None, s_aux=None, position_bias=None, sinks=None, cu_seq_lens_q=None, cu_seq_lens_k=None, "
             "max_length_q=None, max_length_k=None, cache=None, output_attentions=None, indices=None, "
-            "block_indices=None, head_mask=None, **_"
+            "block_indices=None, head_mask=None, cp_plan=None, **_"
         ),
         "mask": (
             "batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, *, "
@@ -368,11 +406,12 @@ SIGNATURES = {
         "GPTLMHeadModel.forward": (
             "self, input_ids=None, position_ids=None, inference_params=None, num_last_tokens=0, labels=None, *, "
             "attention_mask=None, inputs_embeds=None, loss_fn=None, num_items_in_batch=None, return_dict=None, "
-            "**options"
+            "cp_plan=None, **options"
         ),
         "GPTModel": "config, process_group=None, device=None, dtype=None",
         "GPTModel.forward": (
-            "self, input_ids=None, position_ids=None, inference_params=None, *, attention_mask=None, inputs_embeds=None"
+            "self, input_ids=None, position_ids=None, inference_params=None, *, attention_mask=None, "
+            "inputs_embeds=None, cp_plan=None"
         ),
         "GPTPreTrainedModel": "config, *inputs, **kwargs",
         "GPTPreTrainedModel.from_config": "config, *, dtype=None, torch_dtype=None, **kwargs",
@@ -385,7 +424,7 @@ SIGNATURES = {
         ),
         "GPTLMHeadModel.gradient_checkpointing_disable": "self",
         "GPTLMHeadModel.gradient_checkpointing_enable": (
-            "self, gradient_checkpointing_kwargs=None, *, every_n_layers=1, offload=False"
+            "self, gradient_checkpointing_kwargs=None, *, every_n_layers=1, offload=False, keep_attention=False"
         ),
         "GPTLMHeadModel.prepare_inputs_for_generation": "self, input_ids, attention_mask=None, **kwargs",
         "GPTLMHeadModel.set_input_embeddings": "self, value",
@@ -530,13 +569,14 @@ SIGNATURES = {
             "causal=False, softmax_scale=None, attention_dropout=0.0, window_size=(-1, -1), alibi_slopes=None, "
             "deterministic=False, softcap=0.0"
         ),
-        "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None",
+        "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None, cp_plan=None",
         "FlashCrossAttention": (
             "causal=False, softmax_scale=None, attention_dropout=0.0, alibi_slopes=None, window_size=(-1, -1), "
             "deterministic=False, softcap=0.0"
         ),
         "FlashCrossAttention.forward": (
-            "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None"
+            "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None, "
+            "cp_plan=None"
         ),
         "CrossAttention": "causal=False, softmax_scale=None, attention_dropout=0.0",
         "CrossAttention.forward": "self, q, kv, causal=None, key_padding_mask=None, same_tokens=False",
@@ -798,6 +838,17 @@ SIGNATURES = {
         ),
         "benchmark_memory": "fn, *inputs, desc='', verbose=True, **kwinputs",
     },
+    "flash_attn.parallel": {
+        "Meshes": "whole, dp_replicate, dp_shard, cp, tp, batch, fsdp, loss",
+        "build_mesh": "dp_replicate=1, dp_shard=-1, cp=1, tp=1, *, device_type=None",
+        "chunked": "module, x, chunks, parameters=None",
+        "set_mlp_chunks": "model, chunks",
+        "to_dtensor": "model, tp_mesh",
+    },
+    "flash_attn.utils.recompute": {
+        "keep_attention": "offload=False",
+        "state_of_forward": "x",
+    },
     "flash_attn.utils.distributed": {
         "all_gather_raw": "input_, process_group, async_op=False",
         "reduce_scatter_raw": "input_, process_group, async_op=False",
@@ -809,6 +860,8 @@ SIGNATURES = {
         "sync_shared_params": "model, process_group",
         "allreduce_sequence_parallel_grad": "model, process_group",
         "get_dim_for_local_rank": "dim, world_size, local_rank, multiple_of=1",
+        "host_group": "process_group",
+        "device_of": "process_group",
     },
     "flash_attn.utils.generation": {
         "InferenceParams": (

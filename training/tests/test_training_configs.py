@@ -193,6 +193,7 @@ def test_there_are_45_experiments():
         (("trainer.devices=1", "datamodule.batch_size=48"), 11, 48),  # 528 sequences, of which a warning tells
         (("strategy=fsdp-tp", "trainer.precision=bf16"), 2, 64),  # two GPUs read the same samples
         (("strategy=tp", "trainer.precision=bf16"), 8, 64),
+        (("strategy=long", "trainer.precision=bf16"), 8, 64),  # all read parts of the same samples
     ],
 )
 def test_the_global_batch_stays(overrides, accumulation, batch):

@@ -9,8 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn._ops import checks, fusing
+from flash_attn.context_parallel import Plan
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
-from flash_attn.layers.rotary import RotaryEmbedding
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb_qkv_
 from flash_attn.modules.mha import _cache as caches
 from flash_attn.modules.mha._heads import can_be_divided, heads_of_process
 from flash_attn.modules.mha.inner_attention import (
@@ -130,6 +131,8 @@ class MultiHeadAttention(nn.Module):
 
         Returns (..., heads * head_dim).
         """
+        if kwargs.get("cp_plan") is not None:
+            self._check_plan(kwargs["cp_plan"], qkv, inference_params)
         if self.qk_norm:
             qkv = self._with_normed_heads(qkv)
         leftpad = caches.leftpad_of_prompt(inference_params, qkv)
@@ -148,7 +151,9 @@ class MultiHeadAttention(nn.Module):
         qkv = torch.unflatten(qkv, -1, (3, heads, self.head_dim) if packed else (-1, self.head_dim))
         if self._rotates_in_kernel(qkv, inference_params):
             return self._decode(*self._split(qkv), inference_params, rotary=True).flatten(-2)
-        if self.rotary_emb_dim > 0:
+        if self.rotary_emb_dim > 0 and kwargs.get("cp_plan") is not None:
+            qkv = self._rotated_by_plan(qkv, kwargs["cp_plan"])
+        elif self.rotary_emb_dim > 0:
             qkv = self._rotated(qkv, inference_params, kwargs.get("cu_seqlens"), kwargs.get("max_seqlen"))
         if packed:
             return self._inner(self.inner_attn, qkv, **kwargs).flatten(-2)
@@ -203,6 +208,26 @@ class MultiHeadAttention(nn.Module):
             caches.check_room(qkv, inference_params, rows, capacity)
             options = dict(seqlen_offset=caches.lengths(inference_params, qkv), max_seqlen=capacity)
         return self.rotary_emb(qkv, num_heads_q=self.num_heads_per_rank, **options)
+
+    def _rotated_by_plan(self, qkv: Tensor, plan: Plan) -> Tensor:
+        """qkv of the tokens of this rank, rotated by their positions in their documents."""
+        embedding = self.rotary_emb
+        if not isinstance(embedding, RotaryEmbedding) or type(embedding).forward is not RotaryEmbedding.forward:
+            raise TypeError(f"rotary_emb must be a RotaryEmbedding with cp_plan, found {type(embedding).__name__}")
+        cos, sin, cos_k, sin_k = embedding._rows_at(plan.position_ids.to(qkv.device), plan.longest, qkv.dtype)
+        heads = self.num_heads_per_rank
+        return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, embedding.interleaved, num_heads_q=heads)
+
+    def _check_plan(self, plan: Plan, qkv: Tensor, inference_params: Any) -> None:
+        """Check a cp_plan before anything is rotated or sent."""
+        if not self.use_flash_attn:
+            raise ValueError("cp_plan can be given only with use_flash_attn")
+        if inference_params is not None:
+            raise ValueError("cp_plan can be given only without inference_params")
+        if not isinstance(plan, Plan):
+            raise TypeError(f"cp_plan must be a flash_attn.context_parallel.Plan, found {type(plan).__name__}")
+        checks.number("the number of dimensions of x", qkv.dim(), qkv.dim() == 3, "3 with cp_plan")
+        checks.number("seqlen", qkv.shape[1], qkv.shape[1] == plan.tokens, "cp_plan.tokens, {}", plan.tokens)
 
     def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
         if self.layer_idx is None:

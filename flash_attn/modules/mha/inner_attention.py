@@ -5,13 +5,14 @@ out = FlashSelfAttention(causal=True)(qkv)                # (batch, seqlen, 3, h
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_attn._ops import checks, invariance
+from flash_attn.context_parallel import Plan, cp_attn_kvpacked_func, cp_attn_qkvpacked_func
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -127,13 +128,18 @@ class FlashSelfAttention(_FlashAttention):
         causal: bool | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | Tensor | None = None,
+        cp_plan: Plan | None = None,
     ) -> Tensor:
         """Attention of qkv (batch, seqlen, 3, heads, head_dim), or (total, 3, heads, head_dim) with cu_seqlens.
 
         causal: overrides that of the module unless None. cu_seqlens: int32 (batch + 1,), where each sequence starts.
-        max_seqlen: the greatest length of a sequence. Returns (batch, seqlen, heads, head_dim) or (total, heads,
-        head_dim). Raises what `flash_attn_qkvpacked_func` raises.
+        max_seqlen: the greatest length of a sequence. cp_plan: a `flash_attn.context_parallel.Plan`, if seqlen are the
+        tokens of one rank of it. Returns (batch, seqlen, heads, head_dim) or (total, heads, head_dim). Raises what
+        `flash_attn_qkvpacked_func` raises, and ValueError for cp_plan with cu_seqlens.
         """
+        if cp_plan is not None:
+            _refuse_lengths(cu_seqlens)
+            return cast(Tensor, cp_attn_qkvpacked_func(qkv, plan=cp_plan, **self._options(causal, qkv.device)))
         if cu_seqlens is None:
             return flash_attn_qkvpacked_func(qkv, **self._options(causal, qkv.device))
         return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal, qkv.device))
@@ -169,13 +175,18 @@ class FlashCrossAttention(_FlashAttention):
         max_seqlen: int | Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | Tensor | None = None,
+        cp_plan: Plan | None = None,
     ) -> Tensor:
         """Attention of q (batch, seqlen_q, heads, head_dim) to kv (batch, seqlen_k, 2, heads_kv, head_dim).
 
         With cu_seqlens and cu_seqlens_k, q is (total_q, heads, head_dim) and kv (total_k, 2, heads_kv, head_dim).
         max_seqlen, max_seqlen_k: the greatest length of a sequence of q and of kv. causal: overrides that of the module
-        unless None. Returns a tensor like q. Raises what `flash_attn_kvpacked_func` raises.
+        unless None. cp_plan: as in `FlashSelfAttention`; q and kv are then of the same tokens. Returns a tensor like q.
+        Raises what `flash_attn_kvpacked_func` raises, and ValueError for cp_plan with cu_seqlens.
         """
+        if cp_plan is not None:
+            _refuse_lengths(cu_seqlens)
+            return cast(Tensor, cp_attn_kvpacked_func(q, kv, plan=cp_plan, **self._options(causal, q.device)))
         if cu_seqlens is None:
             return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))
         if cu_seqlens_k is None:
@@ -183,6 +194,11 @@ class FlashCrossAttention(_FlashAttention):
         return flash_attn_varlen_kvpacked_func(
             q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal, q.device)
         )
+
+
+def _refuse_lengths(cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens must be None with cp_plan, which has the lengths of documents; found a tensor")
 
 
 class _TorchAttention(nn.Module):

@@ -177,13 +177,17 @@ class MHA(MultiHeadAttention):
             inference_params: an `InferenceParams` of `flash_attn.utils.generation`: x follows the tokens that the cache
                 holds, and is appended to them. The caller must advance seqlen_offset after the step.
             kwargs: more arguments of the inner attention: causal, and for cross attention with cu_seqlens
-                cu_seqlens_k and max_seqlen_k. They have no effect with inference_params.
+                cu_seqlens_k and max_seqlen_k. They have no effect with inference_params. Also cp_plan, a
+                `flash_attn.context_parallel.Plan`: x are then the tokens of one rank of it, (batch, cp_plan.tokens,
+                embed_dim). Needs use_flash_attn; not with cross_attn, dwconv, cu_seqlens or inference_params.
 
         Returns (batch, seqlen, embed_dim) or (total, embed_dim), with mixer_subset only the tokens that it selects;
         with return_residual a pair of it and all of x. Raises TypeError or ValueError for arguments that do not fit
         together, before the cache is written.
         """
         self._check_call(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
+        if kwargs.get("cp_plan") is not None:
+            self._refuse_with_plan(cross_attn=self.cross_attn, dwconv=self.dwconv)
         if cu_seqlens is not None:
             kwargs = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen) | kwargs
         elif key_padding_mask is not None:
@@ -196,6 +200,12 @@ class MHA(MultiHeadAttention):
             context = self._self_attention(qkv, inference_params, **kwargs)
         out = self.out_proj(context)
         return out if residual is None else (out, residual)
+
+    @staticmethod
+    def _refuse_with_plan(**options: bool) -> None:
+        for name, value in options.items():
+            if value:
+                raise ValueError(f"cp_plan can be given only without {name}, whose tokens may be on another rank")
 
     def _projected_apart(
         self, x: Tensor, x_kv: Tensor | None, subset: slice | list[int] | Tensor | None

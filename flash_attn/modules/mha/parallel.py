@@ -154,7 +154,8 @@ class ParallelMHA(MultiHeadAttention):
         """Attention of x (batch, seqlen, embed_dim), or (batch * seqlen, embed_dim) if seqlen is given.
 
         With sequence_parallel, x and the result are this process's part of the first dimension. kwargs: more arguments
-        of the inner attention, such as cu_seqlens and max_seqlen if seqlen is not given. inference_params: as in `MHA`.
+        of the inner attention, such as cu_seqlens and max_seqlen if seqlen is not given, or cp_plan, whose ranks all
+        have the heads of this process and are another group than process_group. inference_params: as in `MHA`.
         Returns a tensor like x. Raises ValueError if seqlen does not divide the number of tokens.
         """
         qkv = self.Wqkv(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from src.callbacks.loggers import is_logging_step
-from src.utils.distributed import tensor_parallel_size
+from src.utils.distributed import ranks_of_samples
 from src.utils.flops import peak_tflops, train_flops_per_token
 
 
@@ -99,7 +99,7 @@ class SpeedMonitor(L.Callback):
         """items_per_s: tokens or samples of one rank in a second."""
         _, seqlen = _items(batch)
         name = "time/samples_per_s" if seqlen is None else "time/tokens_per_s"
-        self._log(name, items_per_s * (trainer.world_size // tensor_parallel_size(trainer)), prog_bar=True)
+        self._log(name, items_per_s * (trainer.world_size // ranks_of_samples(trainer)), prog_bar=True)
         if seqlen not in self._flops_per_token:
             self._flops_per_token[seqlen] = _flops_per_token(getattr(pl_module, "model", pl_module), seqlen)
         flops = self._flops_per_token[seqlen]

@@ -1,6 +1,10 @@
-"""Processes in two dimensions: dp, which read different samples, and tp, which share one copy of the model."""
+"""Processes in two dimensions: dp, which read different samples, and tp, which share a copy of the model.
+
+With context parallelism, neighbours in dp have parts of the same samples.
+"""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -12,13 +16,18 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from flash_attn.context_parallel import Plan
+from flash_attn.parallel import set_mlp_chunks
 from src.engines import tensor_parallel
 from src.engines.strategies import DDPStrategy
 from src.utils import checkpoint as checkpoints
 
+_RECOMPUTE = ("none", "block")
+
 
 class MeshStrategy(DDPStrategy):
-    """The base of strategies that divide a model. Neighbouring processes share a model: rank = dp rank * tp + tp rank.
+    """The base of strategies that divide a model. Neighbouring processes share a model, and next, samples:
+    rank = (dp rank * cp + cp rank) * tp + tp rank.
 
     Only the first process needs to have the model with its first weights; the others may have it on the meta device,
     without memory, and get their parts from the first (`src.engines.whole_on_first_process`).
@@ -29,18 +38,41 @@ class MeshStrategy(DDPStrategy):
     Arguments:
         tensor_parallel_size: over how many processes each layer is divided.
         sequence_parallel: between the divided layers, in norms and dropout, also divide the tokens.
+        context_parallel_size: over how many processes the tokens of each sample are divided, in all layers. It needs a
+            flash_attn.models.gpt.GPTLMHeadModel with use_flash_attn, without dropout of attention.
+        context_parallel: arguments of `flash_attn.context_parallel.Plan`, such as layout and method.
+        recompute: "block" computes each block of a GPTLMHeadModel again in the backward, but not its attention; "none".
+        offload: with it, keep the inputs of blocks and the results of attention in the memory of the host.
+        mlp_chunks: compute MLPs of a GPTLMHeadModel for so many parts of the tokens, one after the other.
         kwargs: of `DDPStrategy`.
     """
 
     mesh: DeviceMesh | None = None
 
-    def __init__(self, tensor_parallel_size: int = 1, sequence_parallel: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        sequence_parallel: bool = True,
+        context_parallel_size: int = 1,
+        context_parallel: Mapping[str, Any] | None = None,
+        recompute: str = "none",
+        offload: bool = False,
+        mlp_chunks: int = 1,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.tensor_parallel_size, self.sequence_parallel = tensor_parallel_size, sequence_parallel
+        self.context_parallel_size, self.context_parallel = context_parallel_size, dict(context_parallel or {})
+        if recompute not in _RECOMPUTE:
+            raise ValueError(f"trainer.strategy.recompute must be one of {', '.join(_RECOMPUTE)}, found {recompute!r}")
+        if offload and recompute == "none":
+            raise ValueError("trainer.strategy.offload must be false with recompute=none, found true")
+        self.recompute, self.offload, self.mlp_chunks = recompute, offload, mlp_chunks
+        self._plans: dict[int, Plan] = {}
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // self.tensor_parallel_size
+        return self.world_size // (self.tensor_parallel_size * self.context_parallel_size)
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -49,21 +81,40 @@ class MeshStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Processes that share a model read the same samples."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
+        sharing = self.tensor_parallel_size * self.context_parallel_size
+        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // sharing}
 
     def check_size(self, processes: int) -> None:
-        """Raise ValueError if tensor_parallel_size does not divide the number of processes."""
+        """Raise ValueError if tensor_parallel_size or context_parallel_size do not divide the number of processes."""
         size = self.tensor_parallel_size
         if size < 1 or processes % size:
             raise ValueError(
                 f"trainer.strategy.tensor_parallel_size must divide the number of processes, {processes}, found {size}"
             )
+        ranks = self.context_parallel_size
+        if ranks < 1 or processes // size % ranks:
+            raise ValueError(
+                "trainer.strategy.context_parallel_size must divide the number of processes over tensor_parallel_size, "
+                f"{processes // size}, found {ranks}"
+            )
+
+    def plan(self, seqlen: int) -> Plan | None:
+        """How samples of so many tokens are divided over the processes that share them; None if they are not."""
+        if self.context_parallel_size == 1:
+            return None
+        if seqlen not in self._plans:
+            group, all_of_them = (self.cp_mesh.get_group(), self.mesh["dp"].get_group())
+            self._plans[seqlen] = Plan(seqlen, group, loss_group=all_of_them, **self.context_parallel)
+        return self._plans[seqlen]
 
     def setup_environment(self) -> None:
         self.check_size(self.world_size)
         super().setup_environment()
-        shape = (self.data_parallel_size, self.tensor_parallel_size)
-        self.mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp", "tp"))
+        device, tp, cp = self.root_device.type, self.tensor_parallel_size, self.context_parallel_size
+        self.mesh = init_device_mesh(device, (self.world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+        if cp > 1:
+            shape = (self.data_parallel_size, cp, tp)
+            self.cp_mesh = init_device_mesh(device, shape, mesh_dim_names=("samples", "cp", "tp"))["cp"]
 
     def setup(self, trainer: L.Trainer) -> None:
         """As Lightning's, but divides the model, before the optimiser is created, and for evaluation as well."""
@@ -73,6 +124,7 @@ class MeshStrategy(DDPStrategy):
         anywhere_meta = any(checkpoints.gather(any(each.is_meta for each in whole.values())))
         if self.tensor_parallel_size > 1:
             tensor_parallel.divide(self.lightning_module, self.mesh["tp"].get_group(), self.sequence_parallel)
+        self._save_memory()
         self.model = self.lightning_module
         self.distribute()
         if anywhere_meta:
@@ -85,6 +137,26 @@ class MeshStrategy(DDPStrategy):
         if isinstance(scaler, GradScaler):
             scaler._unscale_grads_ = functools.partial(_unscale_together, type(scaler)._unscale_grads_, scaler)
         self.prepare(trainer)
+
+    def _save_memory(self) -> None:
+        """Set how the models' blocks are computed, and refuse what only these models have."""
+        found = tensor_parallel.models(self.lightning_module)
+        wanted = {
+            "context_parallel_size": (self.context_parallel_size, 1),
+            "recompute": (self.recompute, "none"),
+            "mlp_chunks": (self.mlp_chunks, 1),
+        }
+        for name, (value, usual) in wanted.items():
+            if value != usual and not found:
+                raise ValueError(
+                    f"trainer.strategy.{name} must be {usual} for this model, found {value}: only "
+                    "flash_attn.models.gpt.GPTLMHeadModel has it"
+                )
+        for model in found.values():
+            if self.recompute == "block":
+                model.gradient_checkpointing_enable(offload=self.offload, keep_attention=True)
+            if self.mlp_chunks != 1:
+                set_mlp_chunks(model, self.mlp_chunks)
 
     def distribute(self) -> None:
         """Bring the model to the device, in copies or divided over the dp processes."""
@@ -170,7 +242,7 @@ class TensorParallelStrategy(MeshStrategy):
 
     def distribute(self) -> None:
         self.model_to_device()
-        if self.data_parallel_size > 1 and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        if self.mesh["dp"].size() > 1 and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._ddp_kwargs["process_group"] = self.mesh["dp"].get_group()
             self.configure_ddp()
 

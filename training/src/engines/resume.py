@@ -44,7 +44,7 @@ class ExactResume(Strategy):
     """
 
     data_parallel_size = property(lambda self: self.world_size)
-    tensor_parallel_size = 1
+    tensor_parallel_size = context_parallel_size = 1
     within_validation = False  # while a checkpoint is taken before the end of a validation
 
     _resumed: Checkpoint | None = None  # between load_checkpoint and the start of training

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torchmetrics import MetricCollection
 
+from flash_attn.context_parallel import Plan
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
 from flash_attn.models.gpt import GPTLMHeadModel
@@ -145,7 +146,16 @@ class SequenceModel(L.LightningModule):
             self.train_totals.note(self.trainer.global_step + 1)
         for name, metric in metrics.items():
             self.log(name, metric, on_step=on_step, on_epoch=True, batch_size=len(targets))
+        plan = self.plan_of(batch[0])
+        if training and plan is not None:  # gradients average to those of the mean over all tokens
+            count = (targets != -100).sum()
+            loss = plan.mean_loss(torch.where(count > 0, loss, 0.0) * count, count)
         return {"loss": loss, "output": output, "targets": targets}
+
+    def plan_of(self, x: Tensor) -> Plan | None:
+        """How the tokens of samples x (batch, tokens) are divided over processes; None if they are not."""
+        strategy = None if self._trainer is None else self._trainer.strategy
+        return strategy.plan(x.shape[1]) if isinstance(strategy, MeshStrategy) else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.shared_step(batch, batch_idx, "train")["loss"]  # Lightning would keep an output for another step
@@ -268,10 +278,13 @@ class SequenceLMModel(SequenceModel):
         """The mean loss of all tokens, logits (tokens, classes) or None with a linear loss, and targets (tokens,)."""
         x, y = batch
         loss_fn = self.loss_fn if is_train else self.loss_fn_val
+        plan, options = self.plan_of(x), {}
+        if plan is not None:
+            x, y, options = plan.shard(x), plan.shard(y, fill=-100), dict(cp_plan=plan)
         targets = y.flatten()
         if isinstance(loss_fn, LinearCrossEntropyLoss):
-            return self(x, shift_labels=y, loss_fn=loss_fn).loss, None, targets
-        logits = self(x).logits.flatten(0, -2)
+            return self(x, shift_labels=y, loss_fn=loss_fn, **options).loss, None, targets
+        logits = self(x, **options).logits.flatten(0, -2)
         return loss_fn(logits, targets), logits, targets
 
 

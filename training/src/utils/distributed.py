@@ -54,6 +54,11 @@ def tensor_parallel_size(trainer: Any) -> int:
     return getattr(trainer.strategy, "tensor_parallel_size", 1)
 
 
+def ranks_of_samples(trainer: Any) -> int:
+    """How many processes read the same samples: those that share a model, or parts of each sample."""
+    return tensor_parallel_size(trainer) * getattr(trainer.strategy, "context_parallel_size", 1)
+
+
 def all_reduce_item(value: float, op: str = "sum") -> float:
     """The sum, mean, min, max or product of one number of each process. An int stays one, except for the mean.
 

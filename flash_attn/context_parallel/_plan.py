@@ -1,0 +1,566 @@
+"""How the tokens of a packed row are divided among ranks, and all that the layers of a model need to know of it."""
+
+import bisect
+import hashlib
+import itertools
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn import _torch_private
+from flash_attn._errors import ArgumentError
+from flash_attn._ops import checks
+from flash_attn.context_parallel import _layout
+from flash_attn.context_parallel._exchange import HeadExchange, RowExchange
+from flash_attn.utils.distributed import all_gather, device_of, host_group
+
+METHODS = ("gather", "ulysses", "usp")
+_PLANS: "weakref.WeakValueDictionary[int, Plan]" = weakref.WeakValueDictionary()  # by the number in `Plan.handle`
+_NUMBERS = itertools.count()
+
+
+class Launch(NamedTuple):
+    """One call of attention: which rows of this rank see which of the keys that it fetched."""
+
+    rows: slice
+    keys: slice
+    window: tuple[int, int]
+    lengths: dict[str, Any]  # of its entries, if there are several, by the names of attention's arguments
+    key_ranges: Tensor | None  # int32 (1, 1, rows, 2), if rows are not neighbours in the packed row
+
+
+class Schedule(NamedTuple):
+    """The launches of a rank, and the exchange that fetches their keys."""
+
+    launches: list[Launch]
+    exchange: RowExchange
+
+
+class Plan:
+    """How one packed row of documents is divided among the ranks of a group. It serves all layers and both directions.
+
+    Make it once for each batch, on all ranks with the same arguments: the ranks compare them, and where they differ,
+    all raise. No layer and no kernel call synchronises with the host. Keep it until the backward has run.
+
+    Arguments:
+        seqlens: the lengths of the documents of the whole row, in order: an int for one document, a list or a CPU
+            integer tensor. Lengths may be 0 and need not be divisible by anything. They must be on the host, where the
+            data loader has them: reading them from a GPU would wait for it in each step.
+        group: a ProcessGroup, or a DeviceMesh of one dimension; for "usp" one of two, named ("ring", "ulysses").
+        layout: "zigzag": chunk r and, from the end, chunk r, balanced for one causal document; "balanced": eight
+            chunks each, so that all ranks have the same work with documents of any lengths; "contiguous": one chunk
+            each, the best with sliding windows; "striped": token i on rank i % ranks. "auto": "contiguous" for
+            method="ulysses", else "zigzag" for one document and "balanced" for several.
+        method: "gather": each rank fetches the keys that its rows see. "ulysses": ranks exchange tokens for heads, and
+            each computes some heads of the whole row; it needs at least as many query heads as ranks. "usp": both:
+            ranks of a "ulysses" group exchange tokens for heads, and then fetch keys over "ring": for links of two
+            speeds, with "ulysses" on the fast ones. "auto": "usp" for a mesh of two dimensions, else "gather".
+        granularity: borders of chunks are multiples of it, as far as chunks are long enough. Blocks of keys then start
+            where they start on one GPU. 1 divides as evenly as possible.
+        pad_to: the number of tokens that every rank gets, the last of which are padding; None: no padding, and ranks
+            may differ by as much as borders have moved.
+        head_groups: "gather" fetches key heads in so many groups, each while the one before is computed, and so holds
+            only two of them; it must divide their number. None: up to 4, if each is large.
+        each_document: divide each document by itself in this layout, as Megatron and ring-flash-attention do, and not
+            the row. With "zigzag", attention is then called once for each document. Not with "striped".
+        loss_group: the ranks over which gradients are averaged, for `mean_loss`; None: group. With data parallelism
+            beside context parallelism, the group of both.
+        device: where `positions` and `position_ids` are; None: the current GPU with NCCL, else the CPU.
+
+    Attributes:
+        rank, world_size: of the group.
+        layout, method: as chosen.
+        seqlens: list of ints. total: their sum. longest: the greatest of them.
+        tokens: how many tokens this rank has, padding included. own_tokens: without padding, which stands at the end.
+        positions: int64 (tokens,), where each token stands in the packed row; -1 for padding.
+        position_ids: int64 (tokens,), from 0 in each document, for rotary tables and learned positions; 0 for padding.
+
+    Raises:
+        ValueError, TypeError: for arguments that do not fit, and on all ranks if plans differ between them.
+
+    Example:
+        >>> import tempfile, torch.distributed as dist
+        >>> dist.init_process_group("gloo", f"file://{tempfile.mkdtemp()}/meet", rank=0, world_size=1)
+        >>> plan = Plan([5, 3], dist.group.WORLD)
+        >>> plan.shard(torch.arange(8), dim=0), plan.position_ids
+        (tensor([0, 1, 2, 3, 4, 5, 6, 7]), tensor([0, 1, 2, 3, 4, 0, 1, 2]))
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        seqlens: int | Sequence[int] | Tensor,
+        group: Any,
+        *,
+        layout: str = "auto",
+        method: str = "auto",
+        granularity: int = 128,
+        pad_to: int | None = None,
+        head_groups: int | None = None,
+        each_document: bool = False,
+        loss_group: Any = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._mesh = group if getattr(group, "ndim", 1) == 2 else None
+        self.group = group_of(group if self._mesh is None else _torch_private.flattened(group, "ring_ulysses"))
+        self.rank, self.world_size = _rank_and_size(self.group)
+        self.loss_group = self.group if loss_group is None else group_of(loss_group)
+        arguments = (seqlens, layout, method, granularity, pad_to, head_groups, each_document)
+        try:
+            self._choose(*arguments)
+            found = ", ".join(f"{name}={value}" for name, value in self._settings().items())
+        except (TypeError, ValueError) as error:  # the others may wait for what this rank has to say
+            _compare(self.group, f"{type(error).__name__}: {error}", raises=False)
+            raise
+        _compare(self.group, found)
+        device = device_of(self.group) if device is None else torch.device(device)
+        self.inner: Plan | None = None  # of "usp": how the ranks of a ring divide the row
+        if self._mesh is not None:
+            options: dict[str, Any] = dict(layout=self.layout, method="gather", granularity=self._granularity)
+            options |= dict(head_groups=head_groups, each_document=each_document, device=device)
+            self.inner = Plan(self.seqlens, self._mesh["ring"], **options)
+        own = self._every_position[self.rank]
+        self.tokens, self.own_tokens = len(own), self._counts[self.rank]
+        self.positions = own.to(device)
+        starts = torch.tensor(_layout.starts_of(self.seqlens))
+        document = torch.searchsorted(starts, own.clamp(min=0), right=True) - 1
+        self.position_ids = torch.where(own < 0, 0, own - starts[document]).to(device)
+        self._starts = starts.to(device, torch.int32)
+        self.longest = max(self.seqlens)
+        number = next(_NUMBERS)
+        self.handle = torch.tensor(number)
+        _PLANS[number] = self
+        self._schedules: dict[Any, Schedule] = {}
+        self._head_exchanges: dict[Any, HeadExchange] = {}
+        self._indices: dict[Any, Any] = {}
+
+    def _choose(self, seqlens, layout, method, granularity, pad_to, head_groups, each_document):
+        """Check the arguments and set the settings."""
+        self.seqlens = _host_lengths(seqlens)
+        self.total = sum(self.seqlens)
+        _check_choice("method", method, ("auto", *METHODS))
+        if method == "auto":
+            method = "gather" if self._mesh is None else "usp"
+        self.method = method
+        if (method == "usp") != (self._mesh is not None):
+            needs = "a DeviceMesh of two dimensions, ring and ulysses," if method == "usp" else "one dimension"
+            raise ArgumentError(f"group must have {needs} for method={method!r}, found another one")
+        if self._mesh is not None and self._mesh.mesh_dim_names != ("ring", "ulysses"):
+            raise ArgumentError(
+                f"group must have dimensions ('ring', 'ulysses') for method='usp', found {self._mesh.mesh_dim_names}"
+            )
+        _check_choice("layout", layout, ("auto", *_layout.LAYOUTS))
+        if layout == "auto":
+            several = sum(length > 0 for length in self.seqlens) > 1
+            layout = "contiguous" if self.method == "ulysses" else "balanced" if several else "zigzag"
+        self.layout = layout
+        self._granularity = checks.count("granularity", granularity, 1)
+        checks.flags(each_document=each_document)
+        self._each_document = bool(each_document)
+        if each_document and layout == "striped":
+            raise ArgumentError("each_document must be False with layout='striped', found True")
+        self._head_groups = None if head_groups is None else checks.count("head_groups", head_groups, 1)
+        self._spans = None
+        ulysses = 1 if self._mesh is None else self._mesh["ulysses"].size()
+        if layout != "striped":
+            spans_of = _layout.spans_of_documents if each_document else _layout.spans_of_ranks
+            self._spans = spans_of(self.seqlens, self.world_size // ulysses, layout, self._granularity)
+        every = self._positions_of_spans(self.world_size // ulysses)
+        every = [part for own in every for part in own.tensor_split(ulysses)]
+        self._counts = list(map(len, every))
+        self._pad_to = None
+        if pad_to is not None:
+            if self._mesh is not None:
+                raise ArgumentError(f"pad_to must be None with method='usp', found {pad_to}")
+            self._pad_to = checks.count("pad_to", pad_to, 0)
+            fits = self._pad_to >= max(self._counts)
+            checks.number("pad_to", self._pad_to, fits, "at least the tokens of a rank, {}", max(self._counts))
+            every = [F.pad(own, (0, self._pad_to - len(own)), value=-1) for own in every]
+        self._every_position = every  # of each rank, int64 on the CPU, -1 for padding
+
+    def _settings(self):
+        """All that must agree between ranks."""
+        return dict(
+            seqlens=self.seqlens,
+            layout=self.layout,
+            method=self.method,
+            granularity=self._granularity,
+            pad_to=self._pad_to,
+            head_groups=self._head_groups,
+            each_document=self._each_document,
+        )
+
+    def _positions_of_spans(self, ranks):
+        """The positions of the rows of each of so many ranks."""
+        if self._spans is None:
+            return [torch.arange(self.total)[rank::ranks] for rank in range(ranks)]
+        return [torch.cat([torch.arange(0), *(torch.arange(*span) for span in own)]) for own in self._spans]
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({len(self.seqlens)} documents, {self.total} tokens, rank {self.rank} of {self.world_size} has "
+            f"{self.tokens}, layout={self.layout!r}, method={self.method!r})"
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Tensors
+
+    def shard(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
+        """Returns this rank's part of x along `dim`, whose size is that of the whole row.
+
+        x is the same on all ranks. fill: what stands in padding. There is no transfer, and the gradient is that of the
+        part alone.
+        """
+        checks.tensor("x", x)
+        dim = _dimension(x, dim)
+        checks.number(f"x.shape[{dim}]", x.shape[dim], x.shape[dim] == self.total, "the sum of seqlens, {}", self.total)
+        index = self._index("own", x.device)
+        part = x.index_select(dim, index.clamp(min=0)) if self.total else x.new_zeros(_resized(x, dim, self.tokens))
+        if self._pad_to is None:
+            return part
+        padding = (index < 0).view(-1, *(1,) * (x.dim() - 1 - dim))
+        return part.masked_fill(padding, fill)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Returns the whole row, without padding, of parts as `shard` returns them, on all ranks.
+
+        Differentiable: x gets the sum of all ranks' gradients for its rows.
+        """
+        checks.tensor("x", x)
+        dim = _dimension(x, dim)
+        checks.number(f"x.shape[{dim}]", x.shape[dim], x.shape[dim] == self.tokens, "plan.tokens, {}", self.tokens)
+        rows = x.movedim(dim, 0)
+        most = max(map(len, self._every_position))
+        rows = torch.cat([rows, rows.new_zeros(most - self.tokens, *rows.shape[1:])])
+        rows = all_gather(rows, self.group)
+        return rows.index_select(0, self._index("slots", x.device)).movedim(0, dim)
+
+    def shard_batch(self, batch: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Returns this rank's part of a batch: `shard` of each tensor, other values as they are.
+
+        `labels` become `shift_labels`, shifted by the method of this name before they are divided: entry t is the label
+        of the logits of token t. Models here and in transformers take them by this name, and do not shift them again.
+        `position_ids` (1, tokens) is added if the batch has none.
+
+        Arguments:
+            batch: names to tensors of the whole row, the same on all ranks.
+            dims: the dimension of the tokens of tensors in which it is not 1. -1 as well as None: not divided.
+        """
+        dims, part = dict(dims or {}), {}
+        for name, value in batch.items():
+            dim = dims.get(name, 1)
+            if not isinstance(value, Tensor) or dim is None or dim < 0:
+                part[name] = value
+            elif name == "labels":
+                shifted = self.shift_labels(value.movedim(dim, -1)).movedim(-1, dim)
+                part["shift_labels"] = self.shard(shifted, dim, fill=-100)
+            else:
+                part[name] = self.shard(value, dim)
+        if "position_ids" not in part:
+            part["position_ids"] = self.position_ids[None]
+        return part
+
+    def shift_labels(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
+        """Returns the label of each token of the whole row: the next token of its document, or `ignore_index` for none.
+
+        labels: (..., total), input_ids or labels that stand at the tokens themselves. Shift before sharding: a rank
+        does not have the token after its last one.
+        """
+        checks.tensor("labels", labels)
+        checks.has_shape("labels", labels, (*labels.shape[:-1], self.total))
+        shifted = torch.cat([labels[..., 1:], labels[..., :1]], -1)
+        ends = [start - 1 for start in _layout.starts_of(self.seqlens)[1:] if start > 0]
+        is_end = torch.zeros(self.total, dtype=torch.bool)
+        is_end[ends] = True
+        return shifted.masked_fill(is_end.to(labels.device), ignore_index)
+
+    def mean_loss(self, loss_sum: Tensor, count: int | Tensor, group: Any = None) -> Tensor:
+        """Returns the loss for this rank's backward, of which the average over ranks is the mean loss of all tokens.
+
+            loss_sum * ranks / sum of count over the ranks
+
+        DistributedDataParallel and FSDP average gradients over the ranks, which are then those of that mean. An average
+        of means would give more weight to tokens of ranks where many labels are ignored.
+
+        Arguments:
+            loss_sum: the sum of this rank's losses.
+            count: over how many labels that was, an int or an integer tensor without dimensions.
+            group: the ranks over which gradients are averaged; None: the loss_group of the plan.
+        """
+        checks.tensor("loss_sum", loss_sum, shape=())
+        group = self.loss_group if group is None else group_of(group)
+        total = torch.as_tensor(count, device=loss_sum.device).to(torch.int64).clone()
+        checks.tensor("count", total, shape=())
+        dist.all_reduce(total, group=group)
+        return loss_sum * (
+            dist.get_world_size(group) / total.clamp(min=1).to(torch.promote_types(loss_sum.dtype, torch.float32))
+        )
+
+    def rotary(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows of rotary tables for this rank's tokens, (tokens, rotary_dim / 2): the offset is then 0.
+
+        cos, sin: (at least the length of the longest document, rotary_dim / 2).
+        """
+        checks.tensor("cos", cos)
+        checks.tensor("sin", sin, shape=tuple(cos.shape), device=cos.device)
+        fits = cos.shape[0] >= self.longest
+        checks.number("cos.shape[0]", cos.shape[0], fits, "at least the longest document, {}", self.longest)
+        ids = self.position_ids.to(cos.device)
+        return cos.index_select(0, ids), sin.index_select(0, ids)
+
+    def intervals(
+        self, source: int | None = None, causal: bool = True, window_size: Sequence[int] = (-1, -1)
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (first, end), int32 (tokens,) on the CPU: the keys that each token of this rank sees.
+
+        Arguments:
+            source: the rank that has the keys, and the result counts its tokens; None: the result counts those of the
+                whole row.
+            causal, window_size: as in `flash_attn.flash_attn_func`. Keys of other documents are never seen.
+        """
+        left, right = _window(causal, window_size)
+        if source is not None:
+            checks.number("source", source, 0 <= checks.whole("source", source) < self.world_size, "a rank")
+        first, end = self._seen(self._every_position[self.rank], left, right, _layout.starts_of(self.seqlens))
+        if source is not None:
+            keys = self._every_position[source]
+            keys = keys[keys >= 0]
+            first, end = torch.searchsorted(keys, first), torch.searchsorted(keys, end)
+        return first.int(), end.int()
+
+    def _seen(self, positions, left, right, starts):
+        """The positions [first, end) of the keys that rows at these positions see; none for padding."""
+        begins = torch.tensor(starts)
+        document = torch.searchsorted(begins, positions.clamp(min=0), right=True) - 1
+        document = document.clamp(max=len(starts) - 2)
+        first, end = begins[document], begins[document + 1]
+        if left >= 0:
+            first = first.maximum(positions - left)
+        if right >= 0:
+            end = end.minimum(positions + right + 1)
+        padding = positions < 0
+        return first.masked_fill(padding, 0), end.masked_fill(padding, 0)
+
+    def _index(self, name, device):
+        """An index of rows on a device: "own", the positions of this rank; "slots", where `all_gather` puts each."""
+        key = name, device
+        if key not in self._indices:
+            index = self._every_position[self.rank]
+            if name == "slots":
+                most = max(map(len, self._every_position))
+                index = torch.empty(self.total, dtype=torch.int64)
+                for rank, own in enumerate(self._every_position):
+                    rows = (own >= 0).nonzero()[:, 0]
+                    index[own[rows]] = rows + rank * most
+            self._indices[key] = index.to(device)
+        return self._indices[key]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What attention needs; each is made at its first use and kept
+
+    def cu_seqlens(self, batch: int, device: torch.device) -> Tensor:
+        """Returns where documents start in `batch` whole rows, one after the other: int32 (batch * documents + 1,)."""
+        starts = self._starts.to(device)
+        if batch == 1:
+            return starts
+        rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * self.total
+        return torch.cat([(rows + starts[:-1]).flatten(), starts[-1:] * batch])
+
+    def schedule(self, window: tuple[int, int], chunk: int, batch: int, device: torch.device) -> Schedule:
+        """Returns the launches of "gather" for calls with this window and attention_chunk."""
+        key = window, chunk, batch, device
+        if key not in self._schedules:
+            self._schedules[key] = self._scheduled(window, chunk, batch, device)
+        return self._schedules[key]
+
+    def _scheduled(self, window, chunk, batch, device):
+        starts = _layout.starts_of(self.seqlens, chunk)
+        needed, intervals, pieces = [], [], []
+        for rank, positions in enumerate(self._every_position):
+            if self._spans is None:
+                first, end = self._seen(positions[positions >= 0], *window, starts)
+                covered = [(int(first.min()), int(end.max()))] if len(first) else []
+            else:
+                pieces.append(list(_layout.pieces_of(self._spans[rank], starts, window)))
+                covered = _layout.union((piece.first_key, piece.end_key) for piece in pieces[-1])
+            mask = torch.zeros(self.total, dtype=torch.bool)
+            for first, end in covered:
+                mask[first:end] = True
+            needed.append(mask)
+            intervals.append(covered)
+        own = [positions[positions >= 0] for positions in self._every_position]
+        exchange = RowExchange(self.group, self.rank, own, needed, device)
+        if self._spans is None:
+            launches = self._striped(window, starts, intervals[self.rank], device)
+        else:
+            launches = self._launches(pieces[self.rank], intervals[self.rank], batch, device)
+        return Schedule(launches, exchange)
+
+    def _striped(self, window, starts, covered, device):
+        """One launch, in which each row sees an interval of keys of its own."""
+        own = self._counts[self.rank]
+        if not own:
+            return []
+        ((begin, end),) = covered
+        seen = torch.stack(self._seen(self._every_position[self.rank][:own], *window, starts), -1) - begin
+        return [Launch(slice(0, own), slice(0, end - begin), (-1, -1), {}, seen.int()[None, None].to(device))]
+
+    def _launches(self, pieces, covered, batch, device):
+        """The launches of these pieces, counted in the rows of this rank and in the keys that it fetches.
+
+        Both bounds of keys grow from piece to piece. So what it fetches has no keys between those of two neighbours in
+        a launch: no other piece sees them.
+        """
+        shifts, total = [], 0  # from positions to fetched keys, in each interval
+        for first, end in covered:
+            shifts.append(total - first)
+            total += end - first
+        begins = [first for first, _ in covered]
+        launches, row = [], 0
+        for group in _layout.launches_of(pieces):
+            entries = [(piece.end - piece.first, piece.end_key - piece.first_key) for piece in group]
+            rows, keys = map(sum, zip(*entries, strict=True))
+            key = group[0].first_key + shifts[bisect.bisect_right(begins, group[0].first_key) - 1]
+            lengths = _lengths(entries, batch, device) if len(entries) > 1 else {}
+            launches.append(Launch(slice(row, row + rows), slice(key, key + keys), group[0].window, lengths, None))
+            row += rows
+        return launches
+
+    def head_exchange(self, heads: int, heads_k: int, of_keys: bool, device: torch.device) -> HeadExchange:
+        """Returns the exchange of "ulysses" for queries or for keys of these numbers of heads."""
+        key = heads, heads_k, of_keys, device
+        if key not in self._head_exchanges:
+            group, rank, positions = self.group, self.rank, self._every_position
+            if self._mesh is not None and self.inner is not None:
+                group = self._mesh["ulysses"].get_group()
+                positions = list(torch.arange(self.inner.tokens).tensor_split(dist.get_world_size(group)))
+                rank = dist.get_rank(group)
+            queries, keys = heads_of_ranks(heads, heads_k, len(positions))
+            divided = [torch.tensor(each) for each in (keys if of_keys else queries)]
+            count = heads_k if of_keys else heads
+            self._head_exchanges[key] = HeadExchange(group, rank, positions, divided, count, device)
+        return self._head_exchanges[key]
+
+    @property
+    def ranks_of_heads(self) -> tuple[int, int]:
+        """Among how many ranks "ulysses" and "usp" divide heads, and which of them this is."""
+        if self._mesh is None:
+            return self.world_size, self.rank
+        return self._mesh["ulysses"].size(), self._mesh["ulysses"].get_local_rank()
+
+    def groups_of_heads(self, heads_k: int, bytes_per_head: int) -> int:
+        """Returns in how many groups "gather" fetches the key heads; bytes_per_head: of all keys and values."""
+        if self._head_groups is not None:
+            return self._head_groups
+        if self.world_size == 1:
+            return 1
+        return max(n for n in (1, 2, 4) if heads_k % n == 0 and (n == 1 or bytes_per_head * heads_k >= n * _LARGE))
+
+
+_LARGE = 2**24  # bytes of a group of heads, above which a transfer takes much longer than to start it
+
+
+def plan_of(handle: Tensor) -> Plan:
+    """Returns the plan with this handle."""
+    plan = _PLANS.get(int(handle))
+    if plan is None:
+        raise RuntimeError("plan must be kept until the backward has run, found that it is gone")
+    return plan
+
+
+def heads_of_ranks(heads: int, heads_k: int, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the query heads of each rank, as even as possible, and the key heads of as many runs of them.
+
+    Where ranks share a key head, all of them get it. A key head comes several times where queries of a rank would
+    otherwise not be divided evenly among its key heads.
+    """
+    borders = [rank * heads // world_size for rank in range(world_size + 1)]
+    share = heads // heads_k
+    run = math.gcd(share, *borders)
+    queries = [list(range(first, end)) for first, end in itertools.pairwise(borders)]
+    return queries, [[head // share for head in own[::run]] for own in queries]
+
+
+def _lengths(entries, batch, device):
+    """The arguments of a variable-length call for entries (rows, keys), in each of `batch` rows."""
+    rows, keys = ([0, *itertools.accumulate(counts * batch)] for counts in map(list, zip(*entries, strict=True)))
+    longest_rows, longest_keys = map(max, zip(*entries, strict=True))
+    return dict(
+        cu_seqlens_q=torch.tensor(rows, dtype=torch.int32, device=device),
+        cu_seqlens_k=torch.tensor(keys, dtype=torch.int32, device=device),
+        max_seqlen_q=longest_rows,
+        max_seqlen_k=longest_keys,
+    )
+
+
+def _window(causal, window_size):
+    """The bounds of a call as (left, right), below 0 for none."""
+    checks.flag("causal", causal)
+    left, right = checks.window(window_size)
+    return left, 0 if causal else right
+
+
+def _host_lengths(seqlens):
+    if isinstance(seqlens, Tensor):
+        checks.tensor("seqlens", seqlens, dtypes=checks.INTEGER_DTYPES)
+        if seqlens.device != torch.device("cpu"):
+            raise ArgumentError(
+                f"seqlens must be on the CPU, found it on {seqlens.device}: reading lengths from a device waits for it "
+                "in each step. Take them from the data loader"
+            )
+        seqlens = seqlens.tolist()
+    lengths = [checks.count("seqlens", length) for length in ([seqlens] if isinstance(seqlens, int) else seqlens)]
+    checks.number("the number of seqlens", len(lengths), len(lengths) > 0, "at least 1")
+    return lengths
+
+
+def group_of(group: Any) -> dist.ProcessGroup:
+    """Returns a group as a ProcessGroup, also that of a DeviceMesh."""
+    if hasattr(group, "get_group"):
+        checks.number("the number of dimensions of group", group.ndim, group.ndim == 1, "1")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, found {type(group).__name__}")
+    return group
+
+
+def _rank_and_size(group):
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _compare(group, text, raises=True):
+    """Raise on all ranks unless all of them have the same text. It is compared on the host, without a GPU."""
+    if dist.get_world_size(group) == 1:
+        return
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    group = host_group(group)
+    digests = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, torch.tensor([digest]), group=group)
+    others = [rank for rank, other in enumerate(digests) if int(other) != int(digests[0])]
+    if others and raises:
+        raise ArgumentError(
+            f"plan must be the same on all ranks, found one on ranks {others} that differs from rank 0's"
+        )
+
+
+def _check_choice(name, value, choices):
+    if value == "ring":
+        raise ArgumentError(f"{name} must be one of {', '.join(choices)}, found 'ring', which is not supported")
+    if value not in choices:
+        raise ArgumentError(f"{name} must be one of {', '.join(choices)}, found {value!r}")
+
+
+def _dimension(x, dim):
+    checks.integer("dim", dim)
+    checks.number("dim", dim, -x.dim() <= dim < x.dim(), "a dimension of x, which has {}", x.dim())
+    return dim % x.dim()
+
+
+def _resized(x, dim, size):
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])

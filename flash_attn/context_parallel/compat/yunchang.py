@@ -1,0 +1,216 @@
+"""The names of the package yunchang (USP): a module for attention of a sequence over two groups of ranks.
+
+    from flash_attn.context_parallel.compat.yunchang import EXTRACT_FUNC_DICT, LongContextAttention, set_seq_parallel_pg
+
+    set_seq_parallel_pg(2, 2, rank, world_size)                        # heads over two ranks, and keys over two
+    part = EXTRACT_FUNC_DICT["zigzag"](x, rank, world_size, rd=2, ud=2)
+    out = LongContextAttention(ring_impl_type="zigzag")(q, k, v, causal=True)
+
+Attention is that of `flash_attn.context_parallel.cp_attn_func` by method="usp", or "ulysses" where no keys are divided,
+which also has dropout and ALiBi. Options that choose another attention or how it waits have no effect.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flash_attn._ops import checks
+from flash_attn.context_parallel import Plan, cp_attn_func
+from flash_attn.utils.distributed import device_of
+
+__all__ = [
+    "EXTRACT_FUNC_DICT",
+    "LongContextAttention",
+    "LongContextAttentionQKVPacked",
+    "UlyssesAttention",
+    "basic_extract_local",
+    "set_seq_parallel_pg",
+    "stripe_extract_local",
+    "zigzag_extract_local",
+]
+_LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "strip": "striped"}
+_GROUPS: dict[str, Any] = {}  # what `set_seq_parallel_pg` has set
+
+
+def set_seq_parallel_pg(
+    sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
+) -> None:
+    """Divide all processes into groups that share a sequence; all must call it.
+
+    Arguments:
+        sp_ulysses_degree, sp_ring_degree: over how many ranks heads and keys are divided; their product must divide
+            world_size, and other groups have other sequences.
+        rank, world_size: of this process among all.
+        use_ulysses_low: whether neighbouring ranks share heads, or keys.
+    """
+    size = checks.count("sp_ulysses_degree", sp_ulysses_degree, 1) * checks.count("sp_ring_degree", sp_ring_degree, 1)
+    checks.number("sp_ulysses_degree * sp_ring_degree", size, world_size % size == 0, "a divisor of {}", world_size)
+    ranks = torch.arange(world_size)
+    if use_ulysses_low:
+        ranks = ranks.view(-1, sp_ring_degree, sp_ulysses_degree)
+    else:
+        ranks = ranks.view(-1, sp_ulysses_degree, sp_ring_degree).transpose(1, 2)
+    device = device_of(cast(dist.ProcessGroup, dist.group.WORLD)).type
+    mesh = DeviceMesh(device, ranks, mesh_dim_names=("dp", "ring", "ulysses"))
+    _GROUPS["group"] = mesh["ulysses"].get_group() if sp_ring_degree == 1 else mesh["ring", "ulysses"]
+    _plan.cache_clear()
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(total, group, layout):
+    if isinstance(group, DeviceMesh):
+        return Plan(total, group, layout=layout, method="usp", granularity=1)
+    return Plan(total, group, layout="contiguous", method="ulysses", granularity=1)  # every layout is, with one ring
+
+
+class _Attention(nn.Module):
+    """Attention of sequences that are divided over the ranks of a group, in a layout."""
+
+    def __init__(self, layout: str, group: Any = None) -> None:
+        super().__init__()
+        self.layout, self.group = layout, group
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
+        group = self.group
+        if group is None:
+            if not _GROUPS:
+                raise RuntimeError("set_seq_parallel_pg must be called before attention")
+            group = _GROUPS["group"]
+        checks.tensor("query", q)
+        checks.ndim("query", q, "(batch, seqlen, heads, head_dim)")
+        return cp_attn_func(q, k, v, *options, plan=_plan(q.shape[1] * group.size(), group, self.layout))
+
+
+class LongContextAttention(_Attention):
+    """Attention over the groups of `set_seq_parallel_pg`.
+
+    Arguments:
+        scatter_idx, gather_idx: must be 2 and 1: tensors are (batch, seqlen, heads, head_dim).
+        ring_impl_type: how tokens are divided, a key of EXTRACT_FUNC_DICT.
+        use_pack_qkv, use_sync, attn_type, attn_processor: of no effect.
+    """
+
+    def __init__(
+        self,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_pack_qkv: bool = False,
+        use_sync: bool = False,
+        attn_type: Any = None,
+        attn_processor: Any = None,
+    ) -> None:
+        _check_dimensions(scatter_idx, gather_idx, 2)
+        super().__init__(_layout_of(ring_impl_type))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        *args: Any,
+    ) -> Any:
+        """Attention of this rank's tokens, (batch, seqlen, heads, head_dim), as `cp_attn_func` computes it."""
+        options = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        return self._attend(query, key, value, dropout_p, *options)
+
+
+class LongContextAttentionQKVPacked(_Attention):
+    """`LongContextAttention` of packed queries, keys and values (batch, seqlen, 3, heads, head_dim).
+
+    The arguments are those of `LongContextAttention`, with a scatter_idx of 3.
+    """
+
+    def __init__(
+        self,
+        scatter_idx: int = 3,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_sync: bool = False,
+        attn_type: Any = None,
+    ) -> None:
+        _check_dimensions(scatter_idx, gather_idx, 3)
+        super().__init__(_layout_of(ring_impl_type))
+
+    def forward(self, qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As `LongContextAttention.forward`, whose other arguments follow qkv."""
+        checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
+        q, k, v = qkv.unbind(2)
+        return LongContextAttention.forward(cast(LongContextAttention, self), q, k, v, *args, **kwargs)
+
+
+class UlyssesAttention(_Attention):
+    """Attention over one group, whose ranks have consecutive parts of the sequence and exchange them for heads.
+
+    Arguments:
+        sequence_process_group: the ranks; None: all.
+        The others are those of `LongContextAttention`.
+    """
+
+    def __init__(
+        self,
+        sequence_process_group: Any = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        use_sync: bool = False,
+        attn_type: Any = None,
+    ) -> None:
+        _check_dimensions(scatter_idx, gather_idx, 2)
+        super().__init__("contiguous", dist.group.WORLD if sequence_process_group is None else sequence_process_group)
+
+    forward = LongContextAttention.forward
+
+
+def _layout_of(ring_impl_type):
+    if ring_impl_type not in _LAYOUTS:
+        raise ValueError(f"ring_impl_type must be one of {', '.join(_LAYOUTS)}, found {ring_impl_type!r}")
+    return _LAYOUTS[ring_impl_type]
+
+
+def _check_dimensions(scatter_idx, gather_idx, heads):
+    checks.number("scatter_idx", scatter_idx, scatter_idx == heads, "{}", heads)
+    checks.number("gather_idx", gather_idx, gather_idx == 1, "1")
+
+
+def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, dim: int = 1, **kwargs: Any) -> Tensor:
+    """Returns the part of a whole sequence that a rank has, with ring_impl_type="basic".
+
+    value: the sequence along dim. rank, world_size: among the ranks that share it. args, kwargs: of no effect.
+    """
+    return value.chunk(world_size, dim)[rank].detach().clone()
+
+
+def zigzag_extract_local(
+    value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`basic_extract_local` with ring_impl_type="zigzag". rd, ud: the degrees of ring and ulysses."""
+    chunks, ring = value.chunk(2 * rd, dim), rank // ud
+    return torch.cat([chunks[ring], chunks[2 * rd - 1 - ring]], dim).chunk(ud, dim)[rank % ud].detach().clone()
+
+
+def stripe_extract_local(
+    value: Tensor, rank: int, world_size: int, rd: int, ud: int, *args: Any, dim: int = 1, **kwargs: Any
+) -> Tensor:
+    """`basic_extract_local` with ring_impl_type="strip". rd, ud: the degrees of ring and ulysses."""
+    stripe = value.unflatten(dim, (-1, rd)).select(dim + 1, rank // ud)
+    return stripe.chunk(ud, dim)[rank % ud].detach().clone()
+
+
+EXTRACT_FUNC_DICT = {
+    "basic": basic_extract_local,
+    "strip": stripe_extract_local,
+    "zigzag": zigzag_extract_local,
+}

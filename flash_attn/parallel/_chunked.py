@@ -1,0 +1,92 @@
+"""A layer that works on tokens alone, computed for some tokens at a time."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from flash_attn._ops import autograd, checks
+from flash_attn.utils.recompute import state_of_forward
+
+
+def chunked(
+    module: Callable[[Tensor], Tensor], x: Tensor, chunks: int, parameters: Iterable[Tensor] | None = None
+) -> Tensor:
+    """Returns module(x), computed for some tokens at a time in both directions, so that little is held between layers.
+
+    Only x is saved. The backward computes each chunk again, and its gradients at once; it adds gradients of parameters
+    in float32. Dropout drops the same in both. What is computed is module(x) but for the order in which gradients of
+    parameters are added.
+
+    Arguments:
+        module: works on tokens alone, such as an MLP: from (tokens, features) to (tokens, any).
+        x: (..., features).
+        chunks: in how many parts the tokens are computed.
+        parameters: the tensors besides x that get gradients; None: those of the module.
+
+    Raises:
+        ValueError, TypeError: chunks is not a positive integer; parameters are missing for a function.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> x = torch.randn(2, 10, 8)
+        >>> torch.allclose(chunked(mlp, x, 4), mlp(x), atol=1e-6)
+        True
+    """
+    checks.tensor("x", x)
+    chunks = checks.count("chunks", chunks, 1)
+    if parameters is None:
+        if not isinstance(module, nn.Module):
+            raise TypeError("parameters must be given if module is a function, found None")
+        parameters = module.parameters()
+    wanted = [each for each in parameters if each.requires_grad]
+    return _Chunked.apply(module, chunks, x, *wanted)
+
+
+def set_mlp_chunks(model: nn.Module, chunks: int) -> None:
+    """Have each `Mlp` and `GatedMlp` of a model, divided or not, compute its tokens in chunks: see `chunked`.
+
+    Arguments:
+        model: a model with such layers.
+        chunks: 1 computes all tokens at once.
+
+    Raises:
+        ValueError: the model has no such layer, or chunks is less than 1.
+    """
+    chunks = checks.count("chunks", chunks, 1)
+    layers = [module for module in model.modules() if hasattr(type(module), "mlp_chunks")]
+    checks.number("the number of MLPs of model", len(layers), len(layers) > 0, "at least 1 (fused ones have no chunks)")
+    for layer in layers:
+        vars(layer)["mlp_chunks"] = chunks
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, module, chunks, x, *parameters):
+        # Parameters are no saved tensors: those come back as others where hooks or checkpoints keep them.
+        ctx.module, ctx.chunks, ctx.parameters = module, chunks, parameters
+        ctx.save_for_backward(x)
+        ctx.again = state_of_forward(x)
+        parts = [module(part) for part in x.flatten(0, -2).chunk(chunks)]
+        out = parts[0].new_empty(*x.shape[:-1], parts[0].shape[-1])  # no view: FSDP2 warns of layers that return one
+        torch.cat(parts, out=out.flatten(0, -2))
+        return out
+
+    @staticmethod
+    @autograd.once_differentiable
+    def backward(ctx, grad):
+        (x,), parameters = ctx.saved_tensors, ctx.parameters
+        sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in parameters]
+        parts = []
+        with ctx.again():
+            pairs = zip(*(each.flatten(0, -2).chunk(ctx.chunks) for each in (x, grad)), strict=True)
+            for part, dy in pairs:
+                with torch.enable_grad():
+                    leaf = part.detach().requires_grad_()
+                    y = ctx.module(leaf)
+                dx, *grads = torch.autograd.grad(y, [leaf, *parameters], dy, allow_unused=True, materialize_grads=True)
+                parts.append(dx)
+                for total, each in zip(sums, grads, strict=True):
+                    total += each
+        totals = [total.to(each.dtype) for total, each in zip(sums, parameters, strict=True)]
+        return None, None, torch.cat(parts).view(x.shape), *totals

@@ -1,0 +1,71 @@
+"""The modules of yunchang compute attention of one process, over groups for heads and for keys."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import over_processes
+
+import flash_attn.context_parallel.compat.yunchang as names
+from flash_attn import flash_attn_func
+
+
+def gradients(function, inputs, dout):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def check(group, ulysses, ring):
+    rank, size = dist.get_rank(group), ulysses * ring
+    generator = torch.Generator().manual_seed(1)
+    *inputs, dout = (torch.randn(2, 24, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
+    names.set_seq_parallel_pg(ulysses, ring, rank, dist.get_world_size(group))
+    place = rank % size
+    for kind, extract in names.EXTRACT_FUNC_DICT.items():
+        own = [extract(x, place, size, rd=ring, ud=ulysses) for x in (*inputs, dout)]
+        for options in (dict(causal=True), dict(causal=True, window_size=(5, 0), softcap=2.0), dict()):
+            expected = gradients(lambda *x, o=options: flash_attn_func(*x, **o), inputs, dout)
+            module = names.LongContextAttention(ring_impl_type=kind)
+            found = gradients(lambda *x, o=options, m=module: m(*x, **o), own[:3], own[3])
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, extract(y, place, size, rd=ring, ud=ulysses), msg=f"{kind} {options}")
+        packed = names.LongContextAttentionQKVPacked(ring_impl_type=kind)(torch.stack([own[0]] * 3, 2), causal=True)
+        assert torch.equal(packed, module(own[0], own[0], own[0], causal=True))
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (4, 1), (1, 4), (2, 1)])
+def test_over_four(ulysses, ring):
+    over_processes(4, check, ulysses, ring)
+
+
+def check_rest(group):
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    q = torch.randn(1, 24, 4, 16, generator=torch.Generator().manual_seed(1))
+    own = names.basic_extract_local(q, rank, world_size)
+    out = names.UlyssesAttention()(own, own, own, causal=True)
+    whole = flash_attn_func(q, q, q, causal=True)
+    torch.testing.assert_close(out, names.basic_extract_local(whole, rank, world_size))
+    names.set_seq_parallel_pg(2, 2, rank, world_size, use_ulysses_low=False)  # ranks 0 and 2 share heads
+    place = rank % 2 * 2 + rank // 2
+    own = names.zigzag_extract_local(q, place, world_size, 2, 2)
+    out = names.LongContextAttention(ring_impl_type="zigzag")(own, own, own, causal=True)
+    torch.testing.assert_close(out, names.zigzag_extract_local(whole, place, world_size, 2, 2))
+    names._GROUPS.clear()
+    with pytest.raises(RuntimeError, match="set_seq_parallel_pg must be called before attention"):
+        names.LongContextAttention()(own, own, own)
+    with pytest.raises(ValueError, match=r"sp_ulysses_degree . sp_ring_degree must be a divisor of 4, found 3"):
+        names.set_seq_parallel_pg(3, 1, rank, world_size)
+
+
+def test_other_groups():
+    over_processes(4, check_rest)
+
+
+def test_what_modules_refuse():
+    for options, match in [
+        (dict(ring_impl_type="spiral"), "ring_impl_type must be one of basic, zigzag, strip, found 'spiral'"),
+        (dict(scatter_idx=1), "scatter_idx must be 2, found 1"),
+        (dict(gather_idx=2), "gather_idx must be 1, found 2"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            names.LongContextAttention(**options)

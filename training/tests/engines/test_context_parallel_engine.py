@@ -1,0 +1,174 @@
+"""Sequences divided over processes: the steps of one process, exact resume, and resume on another number of ranks."""
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from processes import ON_GPUS, over_processes, stop_all
+
+from src import engines
+from src.tasks.seq import SequenceLMModel
+from training.tests.engines import tiny
+from training.tests.engines.test_engines import Started
+from training.tests.standins import composed, small
+
+STEPS, BATCH = 6, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_of_their_own():
+    """They make many groups."""
+    yield
+    stop_all()
+
+
+class Losses(L.Callback):
+    """The mean loss of each step, and the tokens that were counted."""
+
+    def __init__(self):
+        self.losses, self.tokens = [], None
+
+    def on_train_batch_end(self, trainer, module, *args):
+        self.losses.append(float(trainer.callback_metrics["train/loss_step"]))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.tokens = int(trainer.callback_metrics["train/num-tokens_epoch"])
+
+
+def fit(folder, group=None, cp=1, max_steps=STEPS, save_at=None, ckpt_path=None, loss="linear", **options):
+    """Train the small run; returns the task and what `Losses` has kept."""
+    ranks = 1 if group is None else group.size()
+    L.seed_everything(1)
+    config = small(
+        "metrics=[num-tokens]",
+        f"train.loss_fn={loss}",
+        f"datamodule.batch_size={BATCH * cp // ranks}",
+        f"train.global_batch_size={BATCH}",
+        "++eval.log_on_step=true",
+        "+model.config.use_flash_attn=true",
+        *(f"+model.config.{kind}_pdrop=0" for kind in ("resid", "embd", "attn")),
+    )
+    config.trainer.strategy = "fsdp" if group is not None else None
+    task, losses = SequenceLMModel(config), Losses()
+    if group is None:
+        strategy = engines.strategy("single", "cpu", 1)
+    else:
+        strategy = engines.FSDPStrategy(
+            cluster_environment=Started(group), context_parallel_size=cp, reshard_after_forward=True, **options
+        )
+    data = tiny_data(BATCH * cp // ranks)
+    trainer = tiny.trainer(
+        folder,
+        strategy,
+        max_steps,
+        ranks,
+        accelerator="cuda" if group is not None and dist.get_backend(group) == "nccl" else "cpu",
+        callbacks=[losses, *([tiny.SaveAt(save_at, folder)] if save_at else [])],
+        val_check_interval=None,
+        log_every_n_steps=1,
+        max_epochs=1,
+    )
+    trainer.fit(task, datamodule=data, ckpt_path=ckpt_path)
+    return task, losses
+
+
+def weights(task):
+    """Those of the model, without counts of metrics."""
+    return {name: x for name, x in tiny.weights(task).items() if name.startswith("model.")}
+
+
+class Pairs(tiny.Data):
+    """Batches (x, y) of the small run's tokens."""
+
+    def train_dataloader(self):
+        self.dataset_train = [(tokens[:-1], tokens[1:]) for _, tokens in self.dataset_train]
+        return super().train_dataloader()
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader([(x, x) for x in torch.zeros(2, tiny.SEQLEN, dtype=torch.int64)], 2)
+
+
+def tiny_data(batch_size):
+    return Pairs(batch_size, samples=BATCH * STEPS)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The folder of a run of one process, which has saved after 3 steps."""
+    folder = tmp_path_factory.mktemp("one")
+    task, losses = fit(folder, save_at=3)
+    torch.save((weights(task), losses.losses), folder / "end.pt")
+    return folder
+
+
+def assert_as_one(task, folder):
+    torch.testing.assert_close(weights(task), torch.load(folder / "end.pt")[0], rtol=1e-3, atol=1e-4)
+
+
+def check_steps(group, folder, one):
+    for loss, options in (
+        ("linear", dict(recompute="block", offload=True, mlp_chunks=3)),
+        ("torch", dict(context_parallel=dict(method="ulysses"))),
+    ):
+        task, found = fit(folder, group, cp=2, loss=loss, **options)
+        assert_as_one(task, one)
+        assert found.losses == pytest.approx(torch.load(one / "end.pt")[1], rel=1e-4)
+        assert found.tokens == STEPS * BATCH * tiny.SEQLEN
+    for wrong, match in [
+        (dict(cp=3), "context_parallel_size must divide the number of processes over tensor_parallel_size"),
+        (dict(recompute="all"), "recompute must be one of none, block, found 'all'"),
+        (dict(offload=True), "offload must be false with recompute=none, found true"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            fit(folder, group, **{"cp": 2} | wrong)
+
+
+def check_resume(group, folder, one):
+    """After 3 steps of one process, the rest on ranks of a sequence; and the same bits on as many ranks."""
+    task, _ = fit(folder, group, cp=2, ckpt_path=one / "step_3.ckpt")
+    assert_as_one(task, one)
+    divided, losses = fit(folder, group, cp=2, save_at=3)
+    again, others = fit(folder, group, cp=2, ckpt_path=folder / "step_3.ckpt")
+    assert all(map(torch.equal, weights(again).values(), weights(divided).values()))
+    assert others.losses == losses.losses[3:]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_steps_are_those_of_one_process(world, one, tmp_path):
+    """Four: two groups of two, each with its own samples."""
+    over_processes(world, check_steps, tmp_path, one)
+
+
+def test_runs_go_on_with_another_number_of_ranks(one, tmp_path):
+    over_processes(2, check_resume, tmp_path, one)
+    task, _ = fit(tmp_path / "alone", ckpt_path=tmp_path / "step_3.ckpt")
+    assert_as_one(task, one)
+
+
+@pytest.mark.parametrize("world", ON_GPUS)
+def test_resumed_run_on_gpus_is_the_same(world, tmp_path):
+    over_processes(world, check_bits, tmp_path, backend="nccl")
+
+
+def check_bits(group, folder):
+    divided, losses = fit(folder, group, cp=2, save_at=3)
+    again, others = fit(folder, group, cp=2, ckpt_path=folder / "step_3.ckpt")
+    assert others.losses == pytest.approx(losses.losses[3:], rel=1e-5)
+    torch.testing.assert_close(weights(again), weights(divided), rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_cannot_divide_sequences(tmp_path):
+    over_processes(2, check_other_models, tmp_path)
+
+
+def check_other_models(group, folder):
+    for options in (dict(context_parallel_size=2), dict(recompute="block"), dict(mlp_chunks=2)):
+        (name,) = options
+        strategy = engines.FSDPStrategy(cluster_environment=Started(group), **options)
+        with pytest.raises(ValueError, match=rf"trainer.strategy.{name} must be (1|none) for this model"):
+            tiny.trainer(folder, strategy, 1, 2).fit(tiny.Task(), datamodule=tiny.Data(2))
+
+
+def test_configuration():
+    config = composed("experiment=tiny/text", "strategy=long", "trainer.devices=4", "trainer.accelerator=cpu")
+    assert config.trainer.strategy.context_parallel_size == 4 and config.trainer.accumulate_grad_batches == 1
