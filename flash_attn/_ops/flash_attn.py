@@ -221,7 +221,8 @@ def decode(
         features = with_features.checked(given, causal, q, batch, capacity, varlen=packed)
         features, causal = _simplified(features, causal)
     if cache_seqlens is not None:
-        name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity)
+        paged = options.get("block_table") is not None
+        name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity, paged)
         options[name] = length
     if k is not None or v is not None:
         _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options)
@@ -1162,7 +1163,7 @@ def _check_contiguous_rows(name, cache):
         raise ArgumentError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
 
 
-def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
+def _check_cache_seqlens(q, batch, cache_seqlens, capacity, paged):
     """Check cache_seqlens; return the option for its type, an int or a tensor, as a name and a value."""
     if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.dtype is not torch.int32:
@@ -1174,7 +1175,8 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
         return "cache_seqlens", cache_seqlens
     cache_seqlens = checks.whole("cache_seqlens", cache_seqlens, "an integer or an integer tensor (batch,)")
     within = 0 <= cache_seqlens <= capacity
-    checks.number("cache_seqlens", cache_seqlens, within, "between 0 and the cache's capacity {}", capacity)
+    most = "the {} positions that the pages of block_table hold" if paged else "the cache's capacity {}"
+    checks.number("cache_seqlens", cache_seqlens, within, f"between 0 and {most}", capacity)
     return "cache_seqlen", cache_seqlens
 
 
