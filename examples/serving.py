@@ -292,7 +292,7 @@ def batched_by_transformers(model, implementation, prompts, args):
 
 
 def compare_with_transformers(args, text, prompts):
-    """Print tokens per second of transformers' continuous batching with each attention, and whether tokens are equal."""
+    """Print tokens per second of transformers' continuous batching with each attention, and if tokens are equal."""
     model, own = small_llama(args, text), None
     ways = {"sdpa": "PyTorch's attention", "flash_attention_2": "flash_attn"}
     for implementation, name in ways.items():

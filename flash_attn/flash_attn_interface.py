@@ -214,6 +214,10 @@ def flash_attn_kvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
+    if _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+        plain = flash_attn.plain_packed(q, kv, softmax_scale, causal, window_size)
+        if plain is not None:
+            return plain
     results = flash_attn.forward(
         q,
         kv,
@@ -283,6 +287,10 @@ def flash_attn_qkvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
+    if _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+        plain = flash_attn.plain_packed(qkv, None, softmax_scale, causal, window_size)
+        if plain is not None:
+            return plain
     results = flash_attn.forward(
         qkv,
         None,
@@ -518,6 +526,12 @@ def flash_attn_varlen_kvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
+    if _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+        plain = flash_attn.plain_packed(
+            q, kv, softmax_scale, causal, window_size, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        )
+        if plain is not None:
+            return plain
     results = flash_attn.forward(
         q,
         kv,
@@ -596,6 +610,12 @@ def flash_attn_varlen_qkvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
+    if _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+        plain = flash_attn.plain_packed(
+            qkv, None, softmax_scale, causal, window_size, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+        )
+        if plain is not None:
+            return plain
     results = flash_attn.forward(
         qkv,
         None,
@@ -829,6 +849,20 @@ def get_scheduler_metadata(
     """
     checks.tensor("cache_seqlens", cache_seqlens)
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+    """Whether a call has no arguments besides its tensors, softmax_scale, causal and window_size."""
+    return (  # types are compared, so that all that needs a check goes the other way
+        (causal is True or causal is False)
+        and type(dropout_p) is float
+        and dropout_p == 0
+        and type(softcap) is float
+        and softcap == 0
+        and alibi_slopes is None
+        and deterministic is return_attn_probs is False
+        and not features.any_given()
+    )
 
 
 def _wanted(results: tuple[Tensor, Tensor | None, Tensor | None, Any, Tensor | None], return_lse: bool) -> Any:

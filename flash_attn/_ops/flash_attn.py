@@ -3,8 +3,9 @@
 `forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Optional arguments are
 keywords: the fields of `Options` or `CacheOptions`. `_checked` puts the given ones at their places among the arguments
 of the op, and spends almost no time on the others. The other arguments are positional only: else Python would compare
-each keyword with the name of each of them. `plain_forward`, `plain_varlen` and `plain_decode` are a shorter way for
-calls with no options but those of servers: they leave most checks to the kernel, and call ops with fewer arguments.
+each keyword with the name of each of them. `plain_forward`, `plain_packed`, `plain_varlen` and `plain_decode` are a
+shorter way for calls with no options but those of servers: they leave most checks to the kernel, and most of them call
+ops with fewer arguments.
 
 Dense and variable-length batches use the same op; `cu_seqlens_q` is given for variable lengths. Queries, keys and
 values may be separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with
@@ -268,6 +269,40 @@ def plain_forward(
             return _apply_plain(q, k, v, (scale, *window))
         return _refusable(fwd_plain_out, q, k, v, scale, *window)
     except _Refused:
+        return None
+
+
+def plain_packed(
+    q: Tensor,
+    kv: Tensor | None,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size: Sequence[int],
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    /,
+) -> Tensor | None:
+    """Returns out of a call without gradients whose q holds keys and values, too, or whose kv does; None as in
+    `plain_forward`. With cu_seqlens_q, sequences are packed."""
+    if torch.compiler.is_compiling() or exact_gradients:
+        return None
+    keys, dims = q if kv is None else kv, 4 if cu_seqlens_q is None else 3
+    scale = _scale_if_plain("fwd", q, keys, keys, softmax_scale, dims + (kv is None), dims + 1)
+    window = _plain_window(window_size, is_causal)
+    if scale is None or window is None or (torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad)):
+        return None
+    arguments = q, kv, None, scale, *window
+    if cu_seqlens_q is not None:
+        if not (_is_plain_index(cu_seqlens_q, 1) and _is_plain_index(cu_seqlens_k, 1)) or not (
+            _is_plain_bound(max_seqlen_q) and _is_plain_bound(max_seqlen_k)
+        ):
+            return None
+        arguments = *arguments, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    try:
+        return fwd.below_autograd(*arguments)[0]
+    except RuntimeError:
         return None
 
 
