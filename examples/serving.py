@@ -3,6 +3,7 @@
     pip install '.[examples]'                            # once: brings tqdm and matplotlib
     python examples/serving.py                           # half a minute on two CPU cores
     python examples/serving.py --rate 50 --pages 32      # more requests than the pool has room for
+    python examples/serving.py --transformers            # beside transformers' continuous batching, which this wants
 
 1. tiny_lm.py learns a little Python: a small transformer that continues bytes.
 2. A server runs it for many requests at once. There is no batch that begins and ends: each step takes whoever is there
@@ -10,6 +11,10 @@
    generates, and a chunk of the prompts of others. The beginning that all prompts have in common is computed and kept
    once. If no page is free, the request that came last gives its pages back, and starts again later.
 3. It prints tokens per second and latencies, and draws when each request waited, read its prompt and wrote.
+
+4. With --transformers, all requests arrive at once and get equally many tokens, and the same prompts go to a Llama of
+   transformers of the same width and depth, in its continuous batching: with PyTorch's attention, and on a GPU with
+   that of flash_attn. Both always take the likeliest token, and it says how many requests got the same tokens.
 
 The server is three calls of flash_attn: `PageAllocator` says which pages each request has, `apply_rotary_emb` rotates
 queries and keys, and `flash_attn_varlen_func` with a block table attends to pages, for any number of new tokens each.
@@ -31,7 +36,7 @@ from tqdm import tqdm
 from flash_attn import flash_attn_varlen_func
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.utils.generation import OutOfPages, PageAllocator, copy_pages
-from tiny_lm import DTYPES, HEAD_DIM, MAX_POSITIONS, TinyLM, mixed_precision, python_sources, train
+from tiny_lm import DTYPES, HEAD_DIM, MAX_POSITIONS, VOCAB, TinyLM, cut, mixed_precision, python_sources, train
 
 PLOT = pathlib.Path(__file__).resolve().parents[1] / "demo" / "serving.png"
 
@@ -241,6 +246,69 @@ def serve(server, requests):
                 time.sleep(coming[0].arrival - server.now())
 
 
+def small_llama(args, text):
+    """A Llama of transformers with the width and depth of the TinyLM, which learns the same text for as long."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=args.dim,
+        intermediate_size=4 * args.dim,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.dim // HEAD_DIM,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+        attn_implementation="sdpa",
+    )
+    model = transformers.LlamaForCausalLM(config).to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+    generator = torch.Generator().manual_seed(args.seed)
+    for _ in tqdm(range(args.steps), desc="training a Llama"):
+        starts = torch.randint(len(text) - args.context - 1, (16,), generator=generator)
+        windows = cut(text, starts, args.context).to(args.device, torch.int64)
+        with mixed_precision(args.device):
+            model(windows, labels=windows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.to(DTYPES[args.device.type]).eval()
+
+
+def batched_by_transformers(model, implementation, prompts, args):
+    """The tokens of each prompt in continuous batching, and the seconds that they take the second time."""
+    import transformers
+
+    model.set_attn_implementation(implementation)
+    pool = dict(num_blocks=args.pages, max_batch_tokens=args.budget) if args.device.type == "cpu" else {}
+    config = transformers.ContinuousBatchingConfig(page_size=args.page_size, auto_switch_to_flash=False, **pool)
+    generation = transformers.GenerationConfig(
+        max_new_tokens=args.length, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    for _ in range(2):  # the first time, graphs are captured
+        start = time.perf_counter()
+        results = model.generate_batch(prompts, generation, config, persistent_manager=True)
+        seconds = time.perf_counter() - start
+    model.destroy_cached_continuous_batching_manager()
+    return [tuple(result.generated_tokens) for result in results.values()], seconds
+
+
+def compare_with_transformers(args, text, prompts):
+    """Print tokens per second of transformers' continuous batching with each attention, and if tokens are equal."""
+    model, own = small_llama(args, text), None
+    ways = {"sdpa": "PyTorch's attention", "flash_attention_2": "flash_attn"}
+    for implementation, name in ways.items():
+        if implementation != "sdpa" and args.device.type == "cpu":
+            print(f"transformers, {name}: needs a GPU")
+            continue
+        tokens, seconds = batched_by_transformers(model, implementation, prompts, args)
+        count = sum(len(each) for each in tokens)
+        own = own or tokens
+        equal = sum(a == b for a, b in zip(own, tokens))
+        print(
+            f"transformers, {name}: {count} tokens in {seconds:.2f} s: {count / seconds:.0f} tokens per second"
+            + (f"; {equal} of {len(tokens)} requests have the tokens of {ways['sdpa']}" if own is not tokens else "")
+        )
+
+
 def report(server, requests):
     seconds = max(request.times[-1] for request in requests)
     tokens = sum(len(request.tokens) for request in requests)
@@ -337,6 +405,7 @@ def main():
     add("--page-size", type=count, default=16, help="tokens in a page (default %(default)s)")
     add("--budget", type=count, default=64, help="most tokens in a step (default %(default)s)")
     add("--seed", type=int, default=0)
+    add("--transformers", action="store_true", help="also serve the requests by transformers, all of them at once")
     add("--check", action="store_true", help="compare with each request served alone")
     add("--out", type=pathlib.Path, default=PLOT, help="the plot (default: demo/serving.png)")
     args = parser.parse_args()
@@ -344,6 +413,9 @@ def main():
     training, validation = python_sources()
     prefix = list(b'"""Tools for text files."""\n\nimport os\nimport re\nimport sys\n\n\n')
     requests = random_requests(validation, args.requests, args.length, args.rate, args.seed)
+    if args.transformers:
+        for request in requests:
+            request.arrival, request.length = 0.0, args.length
     try:
         for request in requests:
             check_room(request, prefix, args.pages, args.page_size)
@@ -358,6 +430,8 @@ def main():
     report(server, requests)
     plot(requests, args.out)
     print(f"plot: {args.out}")
+    if args.transformers:
+        compare_with_transformers(args, training, [prefix + request.prompt for request in requests])
     if args.check:
         equal = sum(alone(model, prefix, each) == each.tokens for each in tqdm(requests, desc="each alone"))
         print(f"{equal} of {len(requests)} requests have the tokens that they get alone")

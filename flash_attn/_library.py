@@ -289,14 +289,16 @@ class Op:
 
     def _mark_written(self, args):
         """Advance the versions of tensors that the op will write, which a kernel does not do."""
-        places = self.mutated if self.writes is None else self.writes(args)
-        if not places:
-            return
-        written = [args[i] for i in places if args[i] is not None]
-        for tensor in written:
+        written = []
+        for i in self.mutated if self.writes is None else self.writes(args):
+            tensor = args[i]
+            if tensor is None:
+                continue
             if tensor.is_inference() and not torch.is_inference_mode_enabled():  # torch's own functions refuse it too
                 raise ValueError(f"{self.name} must not write to an inference tensor outside of inference mode")
-        torch.autograd.graph.increment_version(written)
+            written.append(tensor)
+        if written:
+            _torch_private.increment_versions(written)
 
     def _overload(self, args):
         return self.default if self._has_kernel_for(args) else self.others

@@ -27,6 +27,10 @@ below_autograd = _needed(torch._C, "_AutoDispatchBelowAutograd")
 # Whether a transform such as torch.func.vmap is active. Without it: always, which makes each call 2 us slower.
 functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
+# Advances the versions of a list of tensors; the public function of torch does so after it has looked at its argument.
+increment_versions: Callable[[list[torch.Tensor]], None]
+increment_versions = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+
 # How many modes see the calls of ops. Without it: one, so that no call of attention takes its short way.
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
@@ -114,9 +118,10 @@ def in_forward_mode() -> bool:
     return getattr(forward_ad, "_current_level", 0) >= 0 or functorch_is_active()
 
 
-def in_dispatch_mode() -> bool:
-    """Whether a mode such as torch.utils.flop_counter's sees the calls of ops. True if torch cannot tell."""
-    return _dispatch_modes() > 0
+def in_any_mode() -> bool:
+    """Whether forward mode, a transform of torch.func or a mode such as torch.utils.flop_counter's may see the calls of
+    ops. True if torch cannot tell."""
+    return getattr(forward_ad, "_current_level", 0) >= 0 or functorch_is_active() or _dispatch_modes() > 0
 
 
 def unbatched(x: torch.Tensor) -> torch.Tensor:

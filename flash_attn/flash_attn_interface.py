@@ -214,6 +214,10 @@ def flash_attn_kvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
+    if _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+        plain = flash_attn.plain_packed(q, kv, softmax_scale, causal, window_size)
+        if plain is not None:
+            return plain
     results = flash_attn.forward(
         q,
         kv,
@@ -283,6 +287,10 @@ def flash_attn_qkvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
+    if _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+        plain = flash_attn.plain_packed(qkv, None, softmax_scale, causal, window_size)
+        if plain is not None:
+            return plain
     results = flash_attn.forward(
         qkv,
         None,
@@ -518,6 +526,12 @@ def flash_attn_varlen_kvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
+    if _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+        plain = flash_attn.plain_packed(
+            q, kv, softmax_scale, causal, window_size, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        )
+        if plain is not None:
+            return plain
     results = flash_attn.forward(
         q,
         kv,
@@ -596,6 +610,12 @@ def flash_attn_varlen_qkvpacked_func(
     features = FeatureArguments(
         learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit
     )
+    if _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+        plain = flash_attn.plain_packed(
+            qkv, None, softmax_scale, causal, window_size, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+        )
+        if plain is not None:
+            return plain
     results = flash_attn.forward(
         qkv,
         None,
@@ -831,6 +851,20 @@ def get_scheduler_metadata(
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
 
 
+def _has_no_options(causal, dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs, features):
+    """Whether a call has no arguments besides its tensors, softmax_scale, causal and window_size."""
+    return (  # types are compared, so that all that needs a check goes the other way
+        (causal is True or causal is False)
+        and type(dropout_p) is float
+        and dropout_p == 0
+        and type(softcap) is float
+        and softcap == 0
+        and alibi_slopes is None
+        and deterministic is return_attn_probs is False
+        and not features.any_given()
+    )
+
+
 def _wanted(results: tuple[Tensor, Tensor | None, Tensor | None, Any, Tensor | None], return_lse: bool) -> Any:
     """Of the results of `flash_attn.forward`, returns those that the caller asked for: out alone, or a tuple."""
     out, softmax_lse, s_dmask, _, max_logit = results
@@ -911,10 +945,9 @@ def _flash_attn_varlen_forward(
 
     seqused_k, leftpad_k: int32 (batch,), how many keys of each entry are used and how many of these are skipped. With
     block_table and seqused_k, cu_seqlens_k may hold anything, or be None. zero_tensors changes nothing, since every
-    element is written. With block_table, num_splits must be at most 1.
+    element is written.
     """
     _check_given("cu_seqlens_q", cu_seqlens_q)
-    flash_attn.check_splits_of_pages(num_splits, block_table)
     window = window_size_left, window_size_right
     options = dict(
         cu_seqlens_q=cu_seqlens_q,

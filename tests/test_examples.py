@@ -115,6 +115,18 @@ def test_serving(tmp_path):
     assert printed.startswith("1 requests, 1 tokens") and "first token after" in printed and "one every" not in printed
 
 
+def test_serving_beside_transformers(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    small = "--steps 2 --dim 64 --layers 1 --context 32 --requests 2 --length 3 --transformers --out".split()
+    printed = _run("serving.py", *small, str(tmp_path / "serving.png"))
+    assert "2 requests, 6 tokens" in printed and "PyTorch's attention: 6 tokens in" in printed
+    if torch.cuda.is_available():
+        assert "transformers, flash_attn: 6 tokens in" in printed and "of 2 requests have the tokens of" in printed
+    else:
+        assert "transformers, flash_attn: needs a GPU" in printed
+
+
 def test_grpo(tmp_path):
     """Sampler and trainer agree exactly at level 2, before and after an update."""
     pytest.importorskip("matplotlib")

@@ -17,6 +17,7 @@ OPTIONAL = {  # where each name is, and what it is
     "_foreach_copy_": "torch",
     "_len_torch_dispatch_stack": "torch._C",
     "_has_any_global_hook": "torch.nn.modules.module",
+    "_increment_version": "torch._C",
     "FakeTensor": "torch._subclasses.fake_tensor",
     "FunctionalTensor": "torch._subclasses.functional_tensor",
     "FunctionalTensorMode": "torch._subclasses.functional_tensor",
@@ -74,11 +75,21 @@ def test_forward_mode(monkeypatch):
     assert _torch_private.in_forward_mode()
 
 
-def test_dispatch_modes(without):
-    assert not _torch_private.in_dispatch_mode()
-    with FlopCounterMode(display=False):
-        assert _torch_private.in_dispatch_mode()
-    assert without("_len_torch_dispatch_stack").in_dispatch_mode()
+def test_modes(without):
+    assert not _torch_private.in_any_mode()
+    for mode in (FlopCounterMode(display=False), torch.autograd.forward_ad.dual_level()):
+        with mode:
+            assert _torch_private.in_any_mode()
+    assert torch.func.vmap(lambda x: x + _torch_private.in_any_mode())(torch.zeros(2)).all()
+    assert without("_len_torch_dispatch_stack").in_any_mode()
+
+
+def test_versions(without):
+    x, y = torch.zeros(2), torch.zeros(2)
+    for module in (_torch_private, without("_increment_version")):
+        before = x._version, y._version
+        module.increment_versions([x, y])
+        assert (x._version, y._version) == tuple(each + 1 for each in before)
 
 
 def test_entries_under_vmap(without):

@@ -23,22 +23,43 @@ namespace flash::binding {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// The dtype of a tensor as a number of PyTorch's. Tensor::scalar_type() takes up to twenty calls to translate it.
+inline int32_t dtype_number(const Tensor& tensor) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
 inline DType dtype_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
+  const int32_t dtype = dtype_number(tensor);
+  if (dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  if (dtype == aoti_torch_dtype_float16()) return DType::kFloat16;
+  if (dtype == aoti_torch_dtype_float32()) return DType::kFloat32;
+  STD_TORCH_CHECK(false, name, " must have dtype float32, float16 or bfloat16, found ", tensor.scalar_type());
+}
+
+// The same of a dtype; only in the cases named does it take one call.
+inline int32_t dtype_number(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Int:
+      return aoti_torch_dtype_int32();
+    case ScalarType::Long:
+      return aoti_torch_dtype_int64();
     case ScalarType::Float:
-      return DType::kFloat32;
-    case ScalarType::Half:
-      return DType::kFloat16;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
+      return aoti_torch_dtype_float32();
     default:
-      STD_TORCH_CHECK(false, name, " must have dtype float32, float16 or bfloat16, found ", tensor.scalar_type());
+      return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   }
 }
 
 inline void check_dtype(const Tensor& tensor, ScalarType expected, const char* name) {
-  STD_TORCH_CHECK(tensor.scalar_type() == expected, name, " must have dtype ", expected, ", found ",
+  STD_TORCH_CHECK(dtype_number(tensor) == dtype_number(expected), name, " must have dtype ", expected, ", found ",
                   tensor.scalar_type());
+}
+
+inline void check_same_dtype(const Tensor& tensor, const Tensor& first, const char* name) {
+  STD_TORCH_CHECK(dtype_number(tensor) == dtype_number(first), name, " must have dtype ", first.scalar_type(),
+                  ", found ", tensor.scalar_type());
 }
 
 inline std::string device_string(const Tensor& tensor) {
@@ -87,7 +108,7 @@ inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t dtype, co
 }
 
 inline Tensor new_tensor(std::initializer_list<int64_t> sizes, const Tensor& like) {
-  return new_tensor(sizes, static_cast<int32_t>(like.scalar_type()), like);
+  return new_tensor(sizes, dtype_number(like), like);
 }
 
 // Returns the number of rows of a tensor (..., cols).
@@ -148,10 +169,10 @@ const T* pointer(const std::optional<Tensor>& tensor) {
 // head_dim) as one entry of a batch. In PyTorch the stride of a dimension of size 1 has no meaning; here it becomes 0.
 template <typename Data>
 TensorRef<Data> tensor_ref(Data* data, const Tensor& tensor) {
-  const auto stride = [&](int64_t dim) { return dim < 0 || tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
-  const int64_t last = tensor.dim() - 1;
-  const int64_t head_dim = tensor.size(last) == 1 ? 1 : tensor.stride(last);
-  return {data, stride(last - 3), stride(last - 2), stride(last - 1), head_dim};
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const int64_t last = static_cast<int64_t>(sizes.size()) - 1;
+  const auto stride = [&](int64_t dim) { return dim < 0 || sizes[dim] == 1 ? 0 : strides[dim]; };
+  return {data, stride(last - 3), stride(last - 2), stride(last - 1), sizes[last] == 1 ? 1 : strides[last]};
 }
 
 inline TensorRef<const void> ref(const Tensor& tensor) { return tensor_ref(tensor.const_data_ptr(), tensor); }

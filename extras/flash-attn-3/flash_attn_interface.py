@@ -12,8 +12,8 @@ What is computed, the shapes and the errors are those of `flash_attn.flash_attn_
   sinks: where sequences are packed and with a cache, both names are taken.
 - pack_gqa, sm_margin and scheduler_metadata change nothing, and num_splits only matters with a cache and where
   sequences are packed.
-- qv, q_descale, k_descale and v_descale (fp8) and rotary_seqlens must be None, and so must cu_seqlens_k_new where keys
-  are appended: anything else raises a NotImplementedError that names it.
+- qv, q_descale, k_descale and v_descale (fp8) and rotary_seqlens must be None, only_qv False, and cu_seqlens_k_new must
+  be None where keys are appended: anything else raises a NotImplementedError that names it.
 
 Any head_dim, GPU and CPU that `flash_attn` serves will do.
 """
@@ -113,7 +113,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     seqused_q: Tensor | None = None,
@@ -135,8 +135,19 @@ def flash_attn_varlen_func(
     *,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
+    page_table: Tensor | None = None,
+    out: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    only_qv: bool = False,
 ) -> Result:
     """`flash_attn.flash_attn_varlen_func` by FlashAttention-3's arguments, which the top of this module explains.
+
+    Arguments:
+        page_table: int32 (batch, pages of an entry); k and v are then (num_pages, page_size, heads_k, head_dim), and
+            the lengths of keys come from seqused_k, or else from cu_seqlens_k. Keys in pages have no gradient.
+        out: a tensor to write the result to, and to return.
+        return_softmax_lse: another name of return_attn_probs, as SGLang's copy has it.
+        only_qv: must be False, like qv.
 
     Returns:
         out (total_q, heads, head_dim of v); with return_attn_probs (out, softmax_lse). Rows that seqused_q leaves out
@@ -148,9 +159,14 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
-    for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        checks.tensor(name, value)
-    out, lse = attention(
+    _refuse_only_qv(only_qv)
+    checks.tensor("cu_seqlens_q", cu_seqlens_q)
+    if page_table is None or seqused_k is None:
+        checks.tensor("cu_seqlens_k", cu_seqlens_k)
+    if page_table is not None:  # a cache, whose lengths are those used
+        seqused_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        cu_seqlens_k = None
+    result, lse = attention(
         q,
         k,
         v,
@@ -160,6 +176,7 @@ def flash_attn_varlen_func(
         max_seqlen_k=max_seqlen_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        page_table=page_table,
         softmax_scale=softmax_scale,
         causal=causal,
         qv=qv,
@@ -172,8 +189,9 @@ def flash_attn_varlen_func(
         num_splits=num_splits,
         deterministic=deterministic,
         s_aux=_one_of(s_aux=s_aux, sinks=sinks),
+        out=out,
     )
-    return (out, unseen_as_minus_inf(lse)) if return_attn_probs else out
+    return (result, unseen_as_minus_inf(lse)) if return_attn_probs or return_softmax_lse else result
 
 
 def flash_attn_qkvpacked_func(
@@ -267,6 +285,8 @@ def flash_attn_with_kvcache(
     *,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    only_qv: bool = False,
 ) -> Result:
     """`flash_attn.flash_attn_with_kvcache` by FlashAttention-3's arguments, which the top of this module explains.
 
@@ -276,6 +296,8 @@ def flash_attn_with_kvcache(
             page_table (batch, pages of an entry).
         k, v: (batch, seqlen_new, heads_k, head_dim), written to positions cache_seqlens and on; or None.
         rotary_interleaved: neighbouring channels are pairs, the default here as there; GPT-NeoX and Llama mean halves.
+        out: a tensor to write the result to, and to return.
+        only_qv: must be False, like qv.
 
     Returns:
         out, shaped like q; with return_softmax_lse (out, softmax_lse), two values as 2.8 has them and not the four of
@@ -287,7 +309,8 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    out, lse = attention(
+    _refuse_only_qv(only_qv)
+    result, lse = attention(
         q,
         k_cache,
         v_cache,
@@ -315,8 +338,9 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
         s_aux=_one_of(s_aux=s_aux, sinks=sinks),
+        out=out,
     )
-    return (out, unseen_as_minus_inf(lse)) if return_softmax_lse else out
+    return (result, unseen_as_minus_inf(lse)) if return_softmax_lse else result
 
 
 def flash_attn_combine(
@@ -508,6 +532,13 @@ def _split_heads(qkv, num_heads_q):
             f"num_heads_q must leave as many heads for k as for v of {qkv.shape[2]}, found {num_heads_q}"
         )
     return qkv.split([num_heads_q, heads_k, heads_k], dim=2)
+
+
+def _refuse_only_qv(only_qv: bool) -> None:
+    """Refuse SGLang's flag of a call whose scores come from qv alone."""
+    checks.flag("only_qv", only_qv)
+    if only_qv:
+        raise NotImplementedError("only_qv must be False, found True: queries of the values (qv) are not supported")
 
 
 def _one_of(**names: Any) -> Any:

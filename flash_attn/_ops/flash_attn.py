@@ -3,8 +3,9 @@
 `forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Optional arguments are
 keywords: the fields of `Options` or `CacheOptions`. `_checked` puts the given ones at their places among the arguments
 of the op, and spends almost no time on the others. The other arguments are positional only: else Python would compare
-each keyword with the name of each of them. `plain_forward`, `plain_varlen` and `plain_decode` are a shorter way for
-calls with no options but those of servers: they leave most checks to the kernel, and call ops with fewer arguments.
+each keyword with the name of each of them. `plain_forward`, `plain_packed`, `plain_varlen` and `plain_decode` are a
+shorter way for calls with no options but those of servers: they leave most checks to the kernel, and most of them call
+ops with fewer arguments.
 
 Dense and variable-length batches use the same op; `cu_seqlens_q` is given for variable lengths. Queries, keys and
 values may be separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with
@@ -44,6 +45,7 @@ block_size_n = reference.block_size_n
 unpack = with_features.unpack
 S_DMASK_MULTIPLE = 128
 _FEW = 8  # channels of 16 bits in one 16-byte load, the fewest that kernels read of a row
+_INT32 = torch.int32
 _NO_WINDOW, _CAUSAL, _FAR = (-1, -1), (-1, 0), 2**31 - 1  # windows as ops take them, and a side that reaches all keys
 exact_gradients = False  # the option of this name in every call of `forward`; flash_attn/precision.py sets it
 
@@ -235,7 +237,8 @@ def decode(
         features = with_features.checked(given, causal, q, batch, capacity, varlen=packed)
         features, causal = _simplified(features, causal)
     if cache_seqlens is not None:
-        name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity)
+        paged = options.get("block_table") is not None
+        name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity, paged)
         options[name] = length
     if k is not None or v is not None:
         _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options)
@@ -284,6 +287,40 @@ def plain_forward(
         return None
 
 
+def plain_packed(
+    q: Tensor,
+    kv: Tensor | None,
+    softmax_scale: float | None,
+    is_causal: bool,
+    window_size: Sequence[int],
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    /,
+) -> Tensor | None:
+    """Returns out of a call without gradients whose q holds keys and values, too, or whose kv does; None as in
+    `plain_forward`. With cu_seqlens_q, sequences are packed."""
+    if torch.compiler.is_compiling() or exact_gradients:
+        return None
+    keys, dims = q if kv is None else kv, 4 if cu_seqlens_q is None else 3
+    scale = _scale_if_plain("fwd", q, keys, keys, softmax_scale, dims + (kv is None), dims + 1)
+    window = _plain_window(window_size, is_causal)
+    if scale is None or window is None or (torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad)):
+        return None
+    arguments = q, kv, None, scale, *window
+    if cu_seqlens_q is not None:
+        if not (_is_plain_index(cu_seqlens_q, 1) and _is_plain_index(cu_seqlens_k, 1)) or not (
+            _is_plain_bound(max_seqlen_q) and _is_plain_bound(max_seqlen_k)
+        ):
+            return None
+        arguments = *arguments, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    try:
+        return fwd.below_autograd(*arguments)[0]
+    except RuntimeError:
+        return None
+
+
 def plain_varlen(
     q: Tensor,
     k: Tensor,
@@ -307,7 +344,7 @@ def plain_varlen(
         return None
     if block_table is not None and seqused_k is not None:
         cu_seqlens_k = None
-    elif not _is_plain_index(cu_seqlens_k, 1):
+    elif cu_seqlens_k is None or not _is_plain_index(cu_seqlens_k, 1):
         return None
     scale = _scale_if_plain("fwd", q, k, v, softmax_scale, 3, 3 if block_table is None else 4)
     window = _plain_window(window_size, is_causal)
@@ -330,7 +367,7 @@ def plain_varlen(
             out, lse = _apply_varlen(q, k, v, (scale, *window, *lengths, num_splits))
         else:
             if out is None:
-                out = with_features.out_fake(q, v)
+                out = _new_out(q, v)
             lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if wants_lse else None
             _refusable(fwd_plain_into, q, k, v, out, lse, scale, *window, *lengths, num_splits)
     except _Refused:
@@ -375,31 +412,40 @@ def plain_decode(
         or not (cache_seqlens is None or _is_plain_index(cache_seqlens, 1))
         or not (block_table is None or _is_plain_index(block_table, 2))
         or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
-        or not (k_cache.stride(3) == v_cache.stride(3) == 1)  # _check_cache refuses others
+        or not (_has_adjacent_channels(k_cache) and _has_adjacent_channels(v_cache))  # _check_cache refuses others
         or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
     ):
         return None
     appends = not (k is v is rotary_cos is rotary_sin is None)
-    try:
-        if not appends and length is out is cu_seqlens_q is max_seqlen_q is None and num_splits == 0 and not wants_lse:
-            return _refusable(fwd_kvcache_plain_out, q, k_cache, v_cache, scale, *window, cache_seqlens, block_table)
-        if (
-            (appends and not _appends_plainly(k_cache, v_cache, k, v))
-            or (appends and length is cache_seqlens is None)
-            or not (length is None or 0 <= length <= _capacity(k_cache, block_table) - (0 if k is None else k.shape[1]))
-            or not (rotary_cos is rotary_sin is None or _rotates_plainly(k_cache, block_table, rotary_cos, rotary_sin))
-            or not _is_plain_bound(max_seqlen_q)
-            or not (cu_seqlens_q is None or (rotary_cos is None and _is_plain_index(cu_seqlens_q, 1)))
-            or not _takes_result(out)
-        ):
-            return None
-        if out is None:
-            out = with_features.out_fake(q, v_cache)
-        lse = q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32) if wants_lse else None
-        lengths = cache_seqlens, block_table, cu_seqlens_q, max_seqlen_q, num_splits
+    if appends and not (
+        _appends_plainly(k_cache, v_cache, k, v)
+        and (rotary_cos is rotary_sin is None or _rotates_plainly(k_cache, block_table, rotary_cos, rotary_sin))
+        and not length is cache_seqlens is None
+    ):
+        return None
+    if (
+        not (length is None or 0 <= length <= _capacity(k_cache, block_table) - (k.shape[1] if appends else 0))
+        or not _is_plain_bound(max_seqlen_q)
+        or not (cu_seqlens_q is None or (rotary_cos is None and _is_plain_index(cu_seqlens_q, 1)))
+        or not _takes_result(out)
+    ):
+        return None
+    # The dispatcher takes time for each argument, so the last ones are left out where they have their defaults.
+    arguments = scale, *window, cache_seqlens, block_table
+    if appends or not length is cu_seqlens_q is max_seqlen_q is None or num_splits != 0:
         new = k, v, rotary_cos, rotary_sin, rotary_interleaved, length
-        _refusable(fwd_kvcache_plain_into, q, k_cache, v_cache, out, lse, scale, *window, *lengths, *new)
-    except _Refused:
+        arguments = *arguments, cu_seqlens_q, max_seqlen_q, num_splits, *new
+    elif out is None and not wants_lse:
+        try:
+            return fwd_kvcache_plain_out.below_autograd(q, k_cache, v_cache, *arguments)
+        except RuntimeError:
+            return None
+    if out is None:
+        out = _new_out(q, v_cache)
+    lse = q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32) if wants_lse else None
+    try:
+        fwd_kvcache_plain_into.below_autograd(q, k_cache, v_cache, out, lse, *arguments)
+    except RuntimeError:
         return None
     return (out, lse) if wants_lse else out
 
@@ -428,24 +474,33 @@ def _scale_if_plain(op, q, k, v, scale, dims_q, dims_v):
         return None
     # Modes that look at each op know those with all arguments. With a meta tensor among the arguments, the dispatcher
     # would call no kernel, and nothing would check the others.
-    if k.is_meta or v.is_meta or _torch_private.in_forward_mode() or _torch_private.in_dispatch_mode():
+    if k.is_meta or v.is_meta or _torch_private.in_any_mode() or not _library.runs_in_kernel(op, q):
         return None
     # Nested tensors have no sizes to look at.
     if q.dim() != dims_q or not k.dim() == v.dim() == dims_v or q.is_nested or k.is_nested or v.is_nested:
         return None
-    shape = q.shape
-    if not 1 <= shape[-1] <= MAX_HEAD_DIM or shape[-2] > MANY_HEADS or v.shape[-1] > MAX_HEAD_DIM:
-        return None
-    if not _library.runs_in_kernel(op, q):
+    *_, heads, head_dim = q.shape
+    if heads > MANY_HEADS or not 1 <= head_dim <= MAX_HEAD_DIM:
         return None
     if scale is None:
-        return shape[-1] ** -0.5
+        return head_dim**-0.5
     return scale if type(scale) is float and 0 <= scale < math.inf else None
 
 
 def _is_plain_index(x, dims):
     """Whether `x` holds indices as kernels read them, in rows of any stride, but for its sizes and its device."""
-    return type(x) is Tensor and x.dtype is torch.int32 and x.dim() == dims and x.stride(-1) == 1 and not x.is_meta
+    return (
+        type(x) is Tensor
+        and x.dtype is _INT32
+        and x.dim() == dims
+        and (x.is_contiguous() or x.stride(-1) == 1)
+        and not x.is_meta
+    )
+
+
+def _has_adjacent_channels(x):
+    """Whether the last dimension is contiguous, of a tensor that often is as a whole, which takes less time to ask."""
+    return x.is_contiguous() or x.stride(-1) == 1
 
 
 def _is_plain_bound(bound):
@@ -471,6 +526,11 @@ def _takes_result(out):
     return out is None or (
         type(out) is Tensor and not out.is_meta and not (out.requires_grad and torch.is_grad_enabled())
     )
+
+
+def _new_out(q, v):
+    """A new out, which in most calls is like q."""
+    return torch.empty_like(q) if q.shape[-1] == v.shape[-1] else with_features.out_fake(q, v)
 
 
 def _capacity(k_cache, block_table):
@@ -627,14 +687,6 @@ def _bias_of_each_key(bias, lse, seqlen_k):
         bias = torch.zeros_like(bias, dtype=lse.dtype).masked_fill(~bias, -math.inf)
     batch2 = bias.shape[1] if bias.shape[1] > 1 else batch // max(1, bias.shape[0])
     return bias + lse.new_zeros(batch // max(1, batch2), batch2, heads, 1, seqlen_k)
-
-
-def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
-    """Check the num_splits of forwards that other packages call by position: as in flash-attn 2.8, none with pages."""
-    if block_table is not None and checks.whole("num_splits", num_splits) > 1:
-        raise ArgumentError(
-            f"num_splits must be at most 1 with block_table, found {num_splits}: num_splits > 1 is not supported here"
-        )
 
 
 def with_tensors(
@@ -1161,7 +1213,7 @@ def _check_contiguous_rows(name, cache):
         raise ArgumentError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
 
 
-def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
+def _check_cache_seqlens(q, batch, cache_seqlens, capacity, paged):
     """Check cache_seqlens; return the option for its type, an int or a tensor, as a name and a value."""
     if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.dtype is not torch.int32:
@@ -1173,7 +1225,8 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
         return "cache_seqlens", cache_seqlens
     cache_seqlens = checks.whole("cache_seqlens", cache_seqlens, "an integer or an integer tensor (batch,)")
     within = 0 <= cache_seqlens <= capacity
-    checks.number("cache_seqlens", cache_seqlens, within, "between 0 and the cache's capacity {}", capacity)
+    most = "the {} positions that the pages of block_table hold" if paged else "the cache's capacity {}"
+    checks.number("cache_seqlens", cache_seqlens, within, f"between 0 and {most}", capacity)
     return "cache_seqlen", cache_seqlens
 
 
@@ -1483,12 +1536,14 @@ fwd_kvcache_plain_out = _library.define(
 )
 
 # The plain form that may append, and writes to tensors of its caller like fwd_plain_into.
+_NEW_KEYS = 5 + CacheOptions._fields.index("k")  # their place among the arguments
+_CACHES_AND_OUT = with_features.CACHES + _OUT
 _PLAIN_OF_APPENDING = schema.arguments(CacheOptions, end=CacheOptions._fields.index("cache_seqlen") + 1)
 fwd_kvcache_plain_into = _library.define(
     "fwd_kvcache_plain_into(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) out, "
     f"Tensor(d!)? softmax_lse, {_PLAIN_OF_APPENDING}) -> ()",
     reference=_fwd_kvcache_into_reference,
     fake=lambda *_: None,
-    writes=lambda args: with_features.CACHES + _OUT if with_features.appends(args[5:]) else _OUT,
+    writes=lambda args: _CACHES_AND_OUT if len(args) > _NEW_KEYS and args[_NEW_KEYS] is not None else _OUT,
     flops=lambda *args: flops.attention_kvcache(*args[:3], *args[5:]),
 )

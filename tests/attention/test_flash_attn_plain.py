@@ -2,12 +2,22 @@
 
 import contextlib
 import inspect
+import unittest.mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn import _library, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import (
+    _library,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 from flash_attn._ops import flash_attn as ops
 
 
@@ -309,6 +319,99 @@ def test_what_a_short_way_does_not_take(function, as_if_kernels, device):
         assert all(taken(function, calls[1] | dict(max_seqlen_q=bound)) is None for bound in (-1, 3.0))
     if function is flash_attn_varlen_func:
         assert taken(function, calls[0] | dict(seqused_k=None)) is None  # then there are no lengths of keys
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys and values in one tensor
+
+PACKED = {  # function: the names of its tensors
+    flash_attn_qkvpacked_func: ("qkv",),
+    flash_attn_kvpacked_func: ("q", "kv"),
+    flash_attn_varlen_qkvpacked_func: ("qkv",),
+    flash_attn_varlen_kvpacked_func: ("q", "kv"),
+}
+of_packed = pytest.mark.parametrize("function", PACKED, ids=lambda f: f.__name__)
+
+
+def packed(function, device, dtype=torch.bfloat16):
+    """The arguments of a call that takes its short way."""
+    varlen = "varlen" in function.__name__
+    rows, starts = ((5,) if varlen else (2, 5)), torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+    shapes = {"qkv": (*rows, 3, 4, 48), "q": (*rows, 4, 48), "kv": (*rows, 2, 2, 48)}
+    call = dict(zip(PACKED[function], tensors(*(shapes[x] for x in PACKED[function]), dtype=dtype, device=device)))
+    if varlen and "qkv" in call:
+        call |= dict(cu_seqlens=starts, max_seqlen=3)
+    elif varlen:
+        call |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts.clone(), max_seqlen_q=3, max_seqlen_k=3)
+    return call | dict(softmax_scale=0.3, causal=True, window_size=(9, -1))
+
+
+@pytest.fixture
+def ways(monkeypatch, as_if_kernels):
+    """Runs a call, and says whether its short way has served it."""
+    seen, short = [], ops.plain_packed
+
+    def plain_packed(*args):
+        seen.append(short(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(ops, "plain_packed", plain_packed)
+
+    def run(function, call):
+        seen.clear()
+        return function(**call), bool(seen) and seen[-1] is not None
+
+    return run
+
+
+@of_packed
+def test_packed_calls(function, ways, device):
+    call = packed(function, device)
+    found, is_short = ways(function, call)
+    expected, _ = function(**call, return_lse=True)
+    assert is_short and torch.equal(found, expected)
+    leaves = [call[name].requires_grad_() for name in PACKED[function]]
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads):
+            found, is_short = ways(function, call)
+        assert is_short is not grads and found.requires_grad is grads and torch.equal(found, expected)
+    assert all(grad.any() for grad in torch.autograd.grad(function(**call).sum(), leaves))
+
+
+@of_packed
+def test_what_packed_calls_leave_to_the_long_way(function, ways, device):
+    good = packed(function, device)
+    strange = {
+        "qkv q kv": [torch.nn.Parameter, lambda x: x.as_subclass(Subclass)],
+        "qkv q": [torch.Tensor.float],
+        "kv": [lambda x: x.to("meta")],
+        "window_size": [lambda x: (1, 2, 3), lambda x: (1.0, 2)],
+        "softmax_scale": [lambda x: 1, lambda x: float("nan")],
+        "cu_seqlens cu_seqlens_q cu_seqlens_k": [torch.Tensor.long, lambda x: x[None], lambda x: [0, 2, 5]],
+        "max_seqlen max_seqlen_q max_seqlen_k": [lambda x: -1, lambda x: 3.0, lambda x: torch.tensor(3)],
+    }
+    for names, changes in strange.items():
+        for name in set(names.split()) & good.keys():
+            for i, change in enumerate(changes):
+                with unittest.mock.patch.object(ops, "forward", return_value=[None] * 5) as long_way:
+                    function(**good | {name: change(good[name])})
+                assert long_way.called, (name, i)
+    with torch.autograd.forward_ad.dual_level():
+        assert not ways(function, good)[1]
+
+
+@of_packed
+def test_a_packed_call_with_an_option_is_not_plain(function, device, monkeypatch):
+    def plain(*args):
+        raise AssertionError(f"{option} was ignored")
+
+    monkeypatch.setattr(ops, "plain_packed", plain)
+    monkeypatch.setattr(ops, "forward", lambda *args, **options: [None] * 5)
+    good = packed(function, device)
+    for option in inspect.signature(function).parameters.keys() - (good.keys() - {"causal"}):
+        for value in (object(), True, 1, 0.5, torch.ones(1, device=device)):
+            if not (option == "causal" and value is True):
+                function(**good | {option: value})
 
 
 @pytest.fixture

@@ -491,6 +491,56 @@ def test_negative_lengths_read_and_append_nothing(sink, packs, device):
     assert identical(call["k_cache"], before)
 
 
+BEYOND = {  # what a table of 2 columns and a pool of 4 pages of 16 cannot serve; and whether a GPU's host knows
+    "length": (dict(cache_seqlens=33), True),
+    "length and new keys": (dict(cache_seqlens=30, new=3), True),
+    "new keys": (dict(cache_seqlens=(0, 0), new=33), True),
+    "lengths": (dict(cache_seqlens=(7, 33)), False),
+    "lengths and new keys": (dict(cache_seqlens=(30, 4), new=3), False),
+    "a page": (dict(cache_seqlens=(17, 4), table=[[0, 4], [1, 9]]), False),
+    "a negative page": (dict(cache_seqlens=(17, 4), table=[[0, -1], [1, 9]]), False),
+    "a page of new keys": (dict(cache_seqlens=(16, 4), new=3, table=[[0, 7], [1, 9]]), False),
+}
+
+
+def within(device, cache_seqlens, new=0, table=((0, 1), (2, 3))):
+    """A call with a cache of pages."""
+    q, k = randn(2, 1, HEADS, DIM, device=device), randn(2, new, HEADS_K, DIM, device=device)
+    k_cache, v_cache = randn(2, 4, 16, HEADS_K, DIM, device=device)
+    if not isinstance(cache_seqlens, int):
+        cache_seqlens = ints(device, *cache_seqlens)
+    caches = dict(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, causal=True)
+    return caches | dict(block_table=ints(device, *table)) | (dict(k=k, v=k) if new else {})
+
+
+@pytest.mark.parametrize("case", BEYOND)
+@EITHER_WAY
+def test_calls_beyond_a_table_name_it(way, case, device):
+    """Where no device has to be waited for: a GPU's lengths and tables are not read by its host."""
+    options, host_knows = BEYOND[case]
+    if not host_knows and _library.runs_in_kernel("fwd", torch.empty(0, device=device)):
+        pytest.skip("needs a table that the host can read")
+    call = within(device, **options)
+    before = call["k_cache"].clone()
+    with pytest.raises(RuntimeError, match="block_table"):
+        flash_attn_with_kvcache(**call)
+    assert identical(call["k_cache"], before)
+
+
+@pytest.mark.parametrize("options", [dict(cache_seqlens=32), dict(cache_seqlens=(32, 29))], ids=str)
+@pytest.mark.parametrize("new", [0, 3])
+@EITHER_WAY
+def test_calls_up_to_the_end_of_a_table(way, new, options, device):
+    """Entries are as long as their pages allow, and unused columns may hold anything."""
+    lengths = options["cache_seqlens"]
+    lengths = lengths - new if isinstance(lengths, int) else tuple(length - new for length in lengths)
+    call = within(device, lengths, new)
+    dense = {name: call[name].view(2, 32, HEADS_K, DIM).clone() for name in ("k_cache", "v_cache")}
+    expected = flash_attn_with_kvcache(**call | dense | dict(block_table=None))
+    call["block_table"] = torch.nn.functional.pad(call["block_table"], (0, 1), value=INT_MAX)
+    torch.testing.assert_close(flash_attn_with_kvcache(**call), expected, rtol=2**-7, atol=2**-9)
+
+
 @EITHER_WAY
 def test_pages_outside_of_the_pool_are_not_written(way, device):
     """A table on a GPU is not looked at before. Entry 1 appends to such pages, entry 0 to its own."""

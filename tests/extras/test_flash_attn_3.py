@@ -279,6 +279,35 @@ def test_what_engines_pass_by_other_names(paged, device):
         call(*inputs, **packed, **where, s_aux=sink, sinks=sink.clone())
 
 
+@pytest.mark.parametrize("lengths", ["seqused_k", "cu_seqlens_k", "both"])
+def test_packed_queries_over_pages(lengths, device):
+    """As SGLang calls it, by names."""
+    q, k, v, _ = Case(batch=2, seqlen_q=3, seqlen_k=8).tensors(device)
+    q, out = q.flatten(0, 1), torch.empty_like(q.flatten(0, 1))
+    starts, used, ends = ints(device, 0, 2, 6), ints(device, 5, 8), ints(device, 0, 5, 13)
+    call = dict(max_seqlen_q=4, max_seqlen_k=8, causal=True, page_table=ints(device, [1], [0]), only_qv=False)
+    keys = dict(seqused_k=None if lengths == "cu_seqlens_k" else used)
+    garbage = ints(device, 3, -9, 10**9)
+    keys["cu_seqlens_k"] = dict(seqused_k=None, cu_seqlens_k=ends, both=garbage)[lengths]
+    found, lse = fa3.flash_attn_varlen_func(q, k, v, starts, **keys, **call, out=out, return_softmax_lse=True)
+    del call["max_seqlen_k"]
+    cached = fa3.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=used, cu_seqlens_q=starts, **call, out=torch.empty_like(q), return_softmax_lse=True
+    )
+    assert found is out and torch.equal(found, cached[0]) and torch.equal(lse, cached[1])
+
+
+@pytest.mark.parametrize("name", ["varlen_func", "with_kvcache"])
+def test_only_qv_is_refused(name, device):
+    q, k, v, _ = Case(batch=1, seqlen_q=4, seqlen_k=4).tensors(device)
+    cu_seqlens = ints(device, 0, 4)
+    arguments = (*(x[0] for x in (q, k, v)), cu_seqlens, cu_seqlens, 4, 4) if name == "varlen_func" else (q, k, v)
+    with pytest.raises(NotImplementedError, match="only_qv must be False, found True"):
+        getattr(fa3, f"flash_attn_{name}")(*arguments, only_qv=True)
+    with pytest.raises(TypeError, match="only_qv must be a bool, found None"):
+        getattr(fa3, f"flash_attn_{name}")(*arguments, only_qv=None)
+
+
 def test_other_refusals(device):
     q, k, v, _ = Case(batch=1, seqlen_q=4, seqlen_k=4).tensors(device)
     cu_seqlens = ints(device, 0, 4)

@@ -1008,7 +1008,8 @@ SIGNATURES = {
             "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, "
             "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
             "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
-            "sm_margin=0, return_attn_probs=False, *, s_aux=None, sinks=None"
+            "sm_margin=0, return_attn_probs=False, *, s_aux=None, sinks=None, page_table=None, out=None, "
+            "return_softmax_lse=False, only_qv=False"
         ),
         "flash_attn_qkvpacked_func": (
             "qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, "
@@ -1021,7 +1022,7 @@ SIGNATURES = {
             "max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, "
             "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
             "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
-            "return_softmax_lse=False, *, s_aux=None, sinks=None"
+            "return_softmax_lse=False, *, s_aux=None, sinks=None, out=None, only_qv=False"
         ),
         "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
         "get_scheduler_metadata": (

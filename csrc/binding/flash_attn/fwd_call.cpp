@@ -133,9 +133,10 @@ void write_to(FwdCall& call, const Tensor& q, const Tensor& out, const OptionalT
   const int64_t head_dim_v = call.p.problem.head_dim_v;
   check_like(out, q, "out");
   check_rows(out, call, {call.q.batch, call.q.seqlen, call.q.heads, head_dim_v}, "out");
-  STD_TORCH_CHECK(head_dim_v == 1 || out.stride(-1) == 1, "out must have a contiguous last dimension");
-  for (int64_t dim = 0; dim < out.dim(); ++dim) {
-    STD_TORCH_CHECK(out.size(dim) <= 1 || out.stride(dim) != 0, "out must not be expanded, since it is written");
+  const auto sizes = out.sizes(), strides = out.strides();
+  STD_TORCH_CHECK(head_dim_v == 1 || strides[strides.size() - 1] == 1, "out must have a contiguous last dimension");
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    STD_TORCH_CHECK(sizes[dim] <= 1 || strides[dim] != 0, "out must not be expanded, since it is written");
   }
   call.p.out = mutable_ref(out);
   call.p.softmax_lse = given_row_values(softmax_lse, call, q, "softmax_lse");

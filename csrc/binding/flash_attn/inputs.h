@@ -74,7 +74,7 @@ Views<Data> unpack(const Tensor& q, const OptionalTensor& k, const OptionalTenso
 
 inline void check_like(const Tensor& x, const Tensor& q, const char* name) {
   check_device(x, q, name);
-  check_dtype(x, q.scalar_type(), name);
+  check_same_dtype(x, q, name);
 }
 
 inline void check_inputs(const Inputs& x) {
