@@ -329,3 +329,47 @@ def test_ops_refuse_tensors_that_are_not_dense(kind, message, device):
     x = torch.randn(2, 5, 2, 8, dtype=torch.bfloat16, device=device)
     with pytest.raises(NotImplementedError, match=message):
         torch.ops.flash_attn.fwd(x, kind(x), x, 1.0, -1, -1)
+
+
+_FIRST_CALLS_IN_THREADS = """
+import sys, threading
+import torch
+
+has_lock = getattr(sys, "_is_gil_enabled", lambda: True)
+before = has_lock()
+import flash_attn
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+inputs = [torch.randn(3, 1, 33, 2, 16, requires_grad=True) for _ in range(8)]
+results = [None] * len(inputs)
+start = threading.Barrier(len(inputs))
+
+
+def call(i):
+    x = inputs[i]
+    out = flash_attn.flash_attn_func(*x, causal=i % 2 == 0, softcap=2.0 * (i % 3))
+    return out.detach(), *torch.autograd.grad(out.square().sum(), x)
+
+
+def work(i):
+    start.wait()
+    results[i] = call(i)
+
+
+threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for i, found in enumerate(results):
+    assert all(map(torch.equal, found, call(i))), i
+assert has_lock() == before, "importing flash_attn has switched the global lock on"
+"""
+
+
+def test_first_calls_in_threads():
+    """Threads may make the first calls at once, also in a Python without a global lock, which stays without it."""
+    command = [sys.executable, "-W", "ignore", "-c", _FIRST_CALLS_IN_THREADS]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
