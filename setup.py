@@ -243,8 +243,8 @@ def capabilities(archs: Sequence[str]) -> str:
 
 
 def compression_flags(cuda: str) -> list[str]:
-    """Returns flags for compressed code, which makes the library smaller; drivers before CUDA 12.4 cannot read it."""
-    return ["--compress-mode=size"] if int(cuda.split(".")[0]) >= 13 else []
+    """Returns flags for compressed code: of the best kind that every driver can read which runs code of this CUDA."""
+    return ["--compress-mode=size"] if int(cuda.split(".")[0]) >= 13 else ["-Xfatbin=-compress-all"]
 
 
 def max_jobs(root: Path = Path("/")) -> int:

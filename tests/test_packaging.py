@@ -239,7 +239,8 @@ def test_says_at_last_what_was_built(setup, toolkit, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cuda", "flags"), [("12.9", []), ("13.0", ["--compress-mode=size"]), ("14.1", ["--compress-mode=size"])]
+    ("cuda", "flags"),
+    [("12.9", ["-Xfatbin=-compress-all"]), ("13.0", ["--compress-mode=size"]), ("14.1", ["--compress-mode=size"])],
 )
 def test_compression_flags(setup, cuda, flags):
     assert setup.compression_flags(cuda) == flags
