@@ -106,8 +106,9 @@ class _Code(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> "_Code":
-        kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name).groups()  # type: ignore
-        return cls(kind == "sm", (int(major), int(minor)), suffix, name)
+        kind, number = name.split("_")
+        major, minor = divmod(int(number.rstrip("af")), 10)
+        return cls(kind == "sm", (major, minor), number.lstrip("0123456789"), name)
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Code with the suffix `a` is for one compute capability, machine code and `f` for a major one, PTX for all."""
