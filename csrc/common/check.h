@@ -12,8 +12,8 @@ namespace flash {
 inline const char* advice_for(cudaError_t status) {
   switch (status) {
     case cudaErrorNoKernelImageForDevice:
-      return ". flash_attn was built without code for this GPU: `python -m flash_attn` says for which it has some; build "
-             "it with this GPU's compute capability in FLASH_ATTN_CUDA_ARCHS";
+      return ". flash_attn was built without code for this GPU: `python -m flash_attn` says for which it has some; "
+             "build it with this GPU's compute capability in FLASH_ATTN_CUDA_ARCHS";
     case cudaErrorUnsupportedPtxVersion:
       return ". flash_attn has only PTX for this GPU, from a CUDA newer than the driver: update the driver, or build "
              "flash_attn with this GPU's compute capability in FLASH_ATTN_CUDA_ARCHS";
