@@ -67,7 +67,7 @@ format: $(VENV)/for-lint ## rewrite all files in that style
 	$(if $(CUDA_FILES),$(VENV)/bin/clang-format -i $(CUDA_FILES))
 
 clean: ## remove everything that was made here, but not the runs, data and checkpoints in training/
-	rm -rf $(VENV) build demo dist *.egg-info extras/*/build extras/*/*.egg-info flash_attn/_kernels.so
+	rm -rf $(VENV) build demo dist *.egg-info extras/*/build extras/*/*.egg-info flash_attn/_kernels.so flash_attn/_built.txt
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

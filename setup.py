@@ -4,13 +4,13 @@ The library is made of everything under csrc/ and uses PyTorch's stable ABI alon
 from 3.10 and every torch from 2.10, on machines with and without a GPU. It is built if there is an nvcc and torch (of
 this environment; of the one that pip installs into; else one that build_backend.py asks for) is a CUDA build.
 Otherwise the package installs without it and works on its slower reference backend. The last line that is printed says
-why, and what to do about it. Installers hide what is printed, so the package keeps that line: `python -m flash_attn`
-shows it.
+what was built and for which GPUs; or why nothing was, and what to do about it. Installers hide what is printed, so the
+package keeps that line: `python -m flash_attn` shows it.
 
 Environment variables, all optional:
     FLASH_ATTENTION_FORCE_BUILD=TRUE      build the library or fail; CPU-only torch will do
     FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE  never build it
-    FLASH_ATTN_CUDA_ARCHS="80;90"         GPU architectures, without the dot; 80 includes PTX for newer GPUs
+    FLASH_ATTN_CUDA_ARCHS="80;90"         compute capabilities without the dot, in place of ARCHS; 80 has PTX, too
     FLASH_ATTN_INSTANCES="*128*"          build only some kernels, for development: see csrc/instances.py
     FLASH_ATTN_LOCAL_VERSION=cu13         local version label: 2.8.3.post100+cu13
     MAX_JOBS=8                            compiler processes at a time; by default as cores and memory allow
@@ -30,7 +30,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,8 +51,12 @@ NO_KERNELS = """\
 installed without CUDA kernels, since {reason}. Then install this package again: \
 `pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall .` or `uv pip install \
 --no-build-isolation --no-deps --no-cache --reinstall .`, with what you had installed it from in place of the dot."""
-ARCHS = "80;90"
-KEPT = "flash_attn/_no_kernels.txt"  # NO_KERNELS, in installations that it is true of
+# Code for 8.0 also runs on 8.6 to 8.9, that for 10.0 on 10.3, and that for 12.0 on 12.1; 90 is built as sm_90a, the
+# target that has wgmma. The PTX of 80 is for all others: their drivers compile it at the first use.
+ARCHS = ("80", "90", "100", "120")
+# The last line that a build has printed, in installations without and with kernels.
+KEPT = "flash_attn/_no_kernels.txt"
+BUILT = "_built.txt"  # beside the library
 
 
 class Torch(NamedTuple):
@@ -198,17 +202,49 @@ def build_requirements(env) -> list[str]:
     return ["torch==2.10.*" if toolkit.cuda.startswith("12.") else "torch>=2.11"]
 
 
-def arch_flags(archs: str) -> list[str]:
-    """nvcc's flags for architectures like "80;90". 90 is built as sm_90a, the target that has wgmma."""
-    if not re.fullmatch(r"\d{2,3}[af]?(;\d{2,3}[af]?)*", archs):
-        raise SystemExit(f"flash-attn: FLASH_ATTN_CUDA_ARCHS must be a list like '80;90', found {archs!r}.")
+def architectures(env, toolkit: Toolkit) -> list[str]:
+    """The architectures to build for, as "80": those that FLASH_ATTN_CUDA_ARCHS names, or those of ARCHS that nvcc has.
+
+    SystemExit if the variable names others than nvcc has, or older ones than the kernels run on.
+    """
+    nvcc = f"{toolkit.home}/bin/nvcc"
+    offered = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    known = [number for code in offered if int(number := code.removeprefix("sm_")) >= 80]
+    wanted = env.get("FLASH_ATTN_CUDA_ARCHS")
+    if wanted is None:
+        return [arch for arch in ARCHS if arch in known]
+    found = f"found {wanted!r}"
+    if not re.fullmatch(r"\d{2,3}[af]?(;\d{2,3}[af]?)*", wanted):
+        raise SystemExit(f"flash-attn: FLASH_ATTN_CUDA_ARCHS must be a list like '80;90', {found}.")
+    archs = list(dict.fromkeys(wanted.split(";")))
+    if not {arch.rstrip("af") for arch in archs} <= set(known):
+        choice = ", ".join(known)
+        raise SystemExit(f"flash-attn: FLASH_ATTN_CUDA_ARCHS must be of {choice} with nvcc {toolkit.cuda}, {found}.")
+    # Which of them have targets that end in a or f, only a compilation tells.
+    trial = [nvcc, "--dryrun", *arch_flags(archs), "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    run = subprocess.run(trial, capture_output=True, text=True, errors="replace")
+    if run.returncode:
+        said = run.stderr.strip().splitlines()[-1:]
+        raise SystemExit(f"flash-attn: FLASH_ATTN_CUDA_ARCHS must be what nvcc {toolkit.cuda} takes, {found}: {said}.")
+    return archs
+
+
+def arch_flags(archs: Iterable[str]) -> list[str]:
+    """nvcc's flags for architectures."""
     code = {"80": "arch=compute_80,code=[compute_80,sm_80]", "90": "arch=compute_90a,code=sm_90a"}
-    return ["-gencode=" + code.get(arch, f"arch=compute_{arch},code=sm_{arch}") for arch in archs.split(";")]
+    return ["-gencode=" + code.get(arch, f"arch=compute_{arch},code=sm_{arch}") for arch in archs]
+
+
+def capabilities(archs: Sequence[str]) -> str:
+    """What code for architectures runs on, for people: "compute capabilities 8.0, 9.0 and, as PTX, newer ones"."""
+    numbers = [re.sub(r"(\d)([af]?)$", r".\1\2", arch) for arch in archs]
+    newer = " and, as PTX, newer ones" if "80" in archs else ""
+    return f"compute capabilit{'ies' if newer or len(numbers) > 1 else 'y'} {', '.join(numbers)}{newer}"
 
 
 def compression_flags(cuda: str) -> list[str]:
-    """Returns flags for compressed code, which makes the library smaller; drivers before CUDA 12.4 cannot read it."""
-    return ["--compress-mode=size"] if int(cuda.split(".")[0]) >= 13 else []
+    """Returns flags for compressed code: of the best kind that every driver can read which runs code of this CUDA."""
+    return ["--compress-mode=size"] if int(cuda.split(".")[0]) >= 13 else ["-Xfatbin=-compress-all"]
 
 
 def max_jobs(root: Path = Path("/")) -> int:
@@ -269,8 +305,8 @@ def output_in_short():
         os.close(stdout)
 
 
-def kernels(env, toolkit: Toolkit) -> dict:
-    """Arguments of setup() that build the library."""
+def kernels(env, toolkit: Toolkit, archs: Sequence[str], last_line: str) -> dict:
+    """Arguments of setup() that build the library for `archs` and keep the last line beside it."""
     env["PATH"] = _path(env)
     env["NINJA_STATUS"] = "[%f/%t] "
     env.setdefault("MAX_JOBS", str(max_jobs()))
@@ -299,12 +335,7 @@ def kernels(env, toolkit: Toolkit) -> dict:
         extra_compile_args={
             # gcc 12 warns at length of headers of torch that are right.
             "cxx": [*flags, "-fvisibility=hidden", "-Wno-maybe-uninitialized"],
-            "nvcc": [
-                *flags,
-                *nvcc_flags,
-                *compression_flags(toolkit.cuda),
-                *arch_flags(env.get("FLASH_ATTN_CUDA_ARCHS", ARCHS)),
-            ],
+            "nvcc": [*flags, *nvcc_flags, *compression_flags(toolkit.cuda), *arch_flags(archs)],
         },
         # Symbols of the library's static CUDA runtime must not replace another runtime in the process.
         extra_link_args=[
@@ -316,6 +347,10 @@ def kernels(env, toolkit: Toolkit) -> dict:
     )
 
     class BuildExt(cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)):
+        def run(self):
+            super().run()
+            keep_beside(self.get_ext_fullpath(library.name), last_line)
+
         def build_extensions(self):
             with output_in_short():
                 super().build_extensions()
@@ -323,17 +358,35 @@ def kernels(env, toolkit: Toolkit) -> dict:
     return {"ext_modules": [library], "cmdclass": COMMANDS | {"build_ext": BuildExt}}
 
 
+def keep_beside(library: str, last_line: str) -> None:
+    """Write the last line of a build where `python -m flash_attn` finds it."""
+    Path(library).with_name(BUILT).write_text(last_line + "\n")
+
+
+def with_kernels(env, archs: Sequence[str], toolkit: Toolkit, torch: Torch) -> str:
+    """The last line of a build that makes the library."""
+    only = env.get("FLASH_ATTN_INSTANCES")
+    part = f", of attention only those that match {only!r}" if only else ""
+    beside = ".".join(map(str, torch.version))
+    return (
+        f"built with CUDA kernels for {capabilities(archs)}{part}, by nvcc {toolkit.cuda} beside torch {beside}; "
+        "they serve every torch from 2.10 and every Python from 3.10."
+    )
+
+
 def plan(env) -> tuple[dict, str]:
     """Arguments of setup() that depend on the environment, and the last line to print."""
-    archs = env.get("FLASH_ATTN_CUDA_ARCHS", ARCHS)
     if env.get("FLASH_ATTENTION_SKIP_CUDA_BUILD") == "TRUE":
         reason = "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE: unset it"
     else:
         toolkit = find_toolkit(env)
         forced = env.get("FLASH_ATTENTION_FORCE_BUILD") == "TRUE"
-        reason = obstacle(find_torch(), toolkit, find_ninja(env), forced)
+        torch = find_torch()
+        reason = obstacle(torch, toolkit, find_ninja(env), forced)
         if reason is None:
-            return kernels(env, toolkit), f"flash-attn: built with CUDA kernels for {archs}, by nvcc {toolkit.cuda}."
+            archs = architectures(env, toolkit)
+            last_line = with_kernels(env, archs, toolkit, torch)
+            return kernels(env, toolkit, archs, last_line), f"flash-attn: {last_line}"
     without = type("build_py", (WithoutKernels,), {"reason": reason})
     return {"cmdclass": COMMANDS | {"build_py": without}}, "flash-attn: " + NO_KERNELS.format(reason=reason)
 

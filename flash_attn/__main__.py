@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,24 +55,67 @@ def usable_device(name: str) -> str:
 
 def installation() -> list[str]:
     """Returns lines with the versions and the kernel library."""
-    error, path = _library.load_error(), _library.library_path()
+    error, path, built = _library.load_error(), _library.library_path(), _library.how_built()
     return [
         f"flash_attn {flash_attn.__version__} in {pathlib.Path(flash_attn.__file__).parent}",
         f"torch {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"),
         f"python {platform.python_version()} on {platform.platform()}",
         f"driver {_driver()}",
         f"kernels: {_describe_library(path)}" if path else f"kernels: none, {error}",
+        *([f"kernels: {built}"] if built else []),
         f"batch invariance: level {flash_attn.get_batch_invariant()}",
     ]
 
 
 def devices() -> list[str]:
-    """Returns a line for each CUDA device."""
+    """Returns a line for each CUDA device, and one for each compute capability with what serves it."""
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [
+    lines = [
         f"cuda:{i} {gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
         for i, gpu in enumerate(found)
-    ] or ["no CUDA device that torch can use"]
+    ]
+    path = _library.library_path()
+    served = [serving((gpu.major, gpu.minor), architectures(path)) for gpu in found] if path else []
+    return [*lines, *dict.fromkeys(served)] or ["no CUDA device that torch can use"]
+
+
+def serving(capability: tuple[int, int], built: Sequence[str]) -> str:
+    """Returns a line: which code of a library, as `architectures` lists it, a GPU of this compute capability runs."""
+    gpu = f"compute capability {capability[0]}.{capability[1]}"
+    code = max((each for each in map(_Code.of, built) if each.runs_on(capability)), default=None)
+    if code is None:
+        oldest = "kernels need 8.0 or newer"
+        advice = (
+            f"build it with FLASH_ATTN_CUDA_ARCHS={capability[0]}{capability[1]}" if capability >= (8, 0) else oldest
+        )
+        return f"{gpu}: the library has no code for it, and kernels raise an error; {advice}"
+    how = "" if code.is_machine_code else ", PTX that the driver compiles at the first use and keeps"
+    return f"{gpu}: {code.name}{how}{'' if capability in TRIED else '; compiled and emulated, not run on such a GPU'}"
+
+
+TRIED = {(9, 0)}  # the compute capabilities of the GPUs on which the tests of a release have run
+
+
+class _Code(NamedTuple):
+    """Code in a library. What is better for a GPU that runs both is larger."""
+
+    is_machine_code: bool
+    capability: tuple[int, int]
+    suffix: str
+    name: str
+
+    @classmethod
+    def of(cls, name: str) -> "_Code":
+        kind, number = name.split("_")
+        major, minor = divmod(int(number.rstrip("af")), 10)
+        return cls(kind == "sm", (major, minor), number.lstrip("0123456789"), name)
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Code with the suffix `a` is for one compute capability, machine code and `f` for a major one, PTX for all."""
+        if self.suffix == "a":
+            return self.capability == capability
+        one_major = self.is_machine_code or self.suffix == "f"
+        return self.capability <= capability and not (one_major and self.capability[0] != capability[0])
 
 
 def backends() -> list[str]:

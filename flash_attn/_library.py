@@ -37,6 +37,7 @@ _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _FILE = "_kernels.so"
 _NO_KERNELS = "_no_kernels.txt"
+_BUILT = "_built.txt"  # beside the library
 _SWITCH = "FLASH_ATTN_REFERENCE"  # names of ops, with wildcards, separated by commas: these run without their kernels
 _IN_TRITON: set[str] = set()  # names of the ops whose kernel for CUDA is written in Triton
 
@@ -87,6 +88,13 @@ def _how_to_build() -> str:
 def library_path() -> pathlib.Path | None:
     """The path of the loaded kernel library, or None."""
     return _find()[0] if load_error() is None else None
+
+
+def how_built() -> str | None:
+    """What the build of the loaded library has printed at last, or None if it has not kept that."""
+    path = library_path()
+    kept = path and path.with_name(_BUILT)
+    return kept.read_text().strip() if kept and kept.exists() else None
 
 
 @functools.cache

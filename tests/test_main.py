@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,6 +147,62 @@ def test_architectures(tmp_path):
     assert report.architectures(library) == []
     library.write_bytes(_fat_binary((0, 80, 0)))
     assert report.architectures(library) == []
+
+
+WHEEL = ["compute_80", "sm_100", "sm_120", "sm_80", "sm_90a"]
+PTX = "compute_80, PTX that the driver compiles at the first use and keeps"
+NOT_RUN = "; compiled and emulated, not run on such a GPU"
+
+
+@pytest.mark.parametrize(
+    "capability, built, expected",
+    [
+        ((8, 0), WHEEL, f"sm_80{NOT_RUN}"),
+        ((8, 9), WHEEL, f"sm_80{NOT_RUN}"),
+        ((9, 0), WHEEL, "sm_90a"),
+        ((10, 0), WHEEL, f"sm_100{NOT_RUN}"),
+        ((10, 3), WHEEL, f"sm_100{NOT_RUN}"),
+        ((11, 0), WHEEL, f"{PTX}{NOT_RUN}"),
+        ((12, 0), WHEEL, f"sm_120{NOT_RUN}"),
+        ((12, 1), WHEEL, f"sm_120{NOT_RUN}"),
+        ((12, 1), [*WHEEL, "sm_121"], f"sm_121{NOT_RUN}"),
+        ((12, 0), [*WHEEL, "sm_120a"], f"sm_120a{NOT_RUN}"),
+        ((10, 3), ["compute_80", "sm_100a"], f"{PTX}{NOT_RUN}"),
+        ((10, 3), ["compute_80", "sm_100f"], f"sm_100f{NOT_RUN}"),
+        ((12, 0), ["sm_90a", "sm_121", "compute_121"], None),
+        ((9, 0), ["sm_80"], None),
+        ((7, 5), WHEEL, None),
+    ],
+)
+def test_which_code_serves_a_gpu(capability, built, expected):
+    line = report.serving(capability, built)
+    gpu = "compute capability {}.{}: ".format(*capability)
+    if expected is not None:
+        assert line == gpu + expected
+        return
+    assert line.startswith(f"{gpu}the library has no code for it, and kernels raise an error; ")
+    number = "{}{}".format(*capability)
+    assert line.endswith("kernels need 8.0 or newer" if number == "75" else f"with FLASH_ATTN_CUDA_ARCHS={number}")
+
+
+def test_each_compute_capability_is_explained_once(monkeypatch, tmp_path):
+    """Beside the lines of the devices; what the build has said at last is there, too."""
+    library = tmp_path / "_kernels.so"
+    library.write_bytes(_fat_binary((2, 90, 0x100011), (2, 120, 0x11)))
+    gpus = [SimpleNamespace(name="GPU", major=12, minor=0, total_memory=32 << 30)] * 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    monkeypatch.setattr(_library, "load_error", lambda: None)
+    monkeypatch.setattr(_library, "_find", lambda: (library, None))
+    first, second, explained = report.devices()
+    assert (first, second) == tuple(f"cuda:{i} GPU, compute capability 12.0, 32 GiB" for i in range(2))
+    assert explained == f"compute capability 12.0: sm_120{NOT_RUN}"
+    assert not [line for line in report.installation() if "built with CUDA kernels" in line]
+    (tmp_path / "_built.txt").write_text("built with CUDA kernels for compute capability 12.0\n")
+    assert "kernels: built with CUDA kernels for compute capability 12.0" in report.installation()
+    monkeypatch.setattr(_library, "_find", lambda: (None, "none"))
+    monkeypatch.setattr(_library, "load_error", lambda: "none")
+    assert report.devices() == [first, second]
 
 
 def test_architectures_of_the_built_library(run):

@@ -54,6 +54,7 @@ def source(tmp_path_factory):
     shutil.copytree(ROOT, tree, ignore=ignored)
     for name in (
         "flash_attn/_kernels.so",
+        "flash_attn/_built.txt",
         "csrc/__pycache__/instances.cpython-311.pyc",
         "scratch.py",
         "build/lib/flash_attn/old.py",
@@ -152,8 +153,56 @@ def test_ninja_is_found_beside_python(setup, monkeypatch, tmp_path):
     assert setup.find_ninja({"PATH": ""}) == str(tmp_path / "ninja")
 
 
+# What nvcc 13.0 has, and 12.4.
+CODES = "75 80 86 87 88 89 90 100 110 103 120 121", "50 75 80 86 87 89 90"
+
+
+@pytest.fixture
+def toolkit(setup, tmp_path, request):
+    """A toolkit whose nvcc only tells which GPUs it has code for, and takes what it has, with an `a` or without."""
+    codes = getattr(request, "param", CODES[0]).split()
+    taken = "|".join(f"*code=*sm_{code}|*code=*sm_{code}]|*code=sm_{code}a" for code in codes)
+    check = f'for flag; do case $flag in {taken}) ;; -gen*) echo "nvcc fatal : $flag" >&2; exit 1;; esac; done'
+    _script(tmp_path / "bin/nvcc", f"[ $1 = --list-gpu-code ] && printf 'sm_%s\\n' {' '.join(codes)} && exit", check)
+    return setup.Toolkit(str(tmp_path), "13.0")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "toolkit", "archs"),
+    [
+        (None, CODES[0], ["80", "90", "100", "120"]),
+        (None, CODES[1], ["80", "90"]),
+        ("120", CODES[0], ["120"]),
+        ("90;80;90", CODES[0], ["90", "80"]),
+        ("120a;121;103", CODES[0], ["120a", "121", "103"]),
+    ],
+    indirect=["toolkit"],
+)
+def test_architectures(setup, toolkit, wanted, archs):
+    """By default those of wheels that nvcc has."""
+    env = {} if wanted is None else {"FLASH_ATTN_CUDA_ARCHS": wanted}
+    assert setup.architectures(env, toolkit) == archs
+
+
+@pytest.mark.parametrize(
+    ("wanted", "toolkit", "error"),
+    [
+        *((wanted, CODES[0], "a list like '80;90'") for wanted in ("", "8.0", "80,90", "80;", "native", "80 90")),
+        ("75;80", CODES[0], "of 80, 86, .* with nvcc 13.0"),
+        ("80;130", CODES[0], "of 80, 86, .*120, 121 with nvcc 13.0"),
+        ("80;120", CODES[1], "of 80, .*89, 90 with nvcc 13.0"),
+        ("80;86f", CODES[0], "what nvcc 13.0 takes"),
+    ],
+    indirect=["toolkit"],
+)
+def test_bad_archs(setup, toolkit, wanted, error):
+    """Before anything is compiled."""
+    with pytest.raises(SystemExit, match=f"FLASH_ATTN_CUDA_ARCHS must be {error}, found {wanted!r}"):
+        setup.architectures({"FLASH_ATTN_CUDA_ARCHS": wanted}, toolkit)
+
+
 def test_arch_flags(setup):
-    assert setup.arch_flags("80;90;120") == [
+    assert setup.arch_flags(["80", "90", "120"]) == [
         "-gencode=arch=compute_80,code=[compute_80,sm_80]",
         "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_120,code=sm_120",
@@ -161,16 +210,40 @@ def test_arch_flags(setup):
 
 
 @pytest.mark.parametrize(
-    ("cuda", "flags"), [("12.9", []), ("13.0", ["--compress-mode=size"]), ("14.1", ["--compress-mode=size"])]
+    ("archs", "said"),
+    [
+        (["80", "90", "120"], "compute capabilities 8.0, 9.0, 12.0 and, as PTX, newer ones"),
+        (["80"], "compute capabilities 8.0 and, as PTX, newer ones"),
+        (["90", "100f"], "compute capabilities 9.0, 10.0f"),
+        (["120"], "compute capability 12.0"),
+    ],
+)
+def test_capabilities(setup, archs, said):
+    assert setup.capabilities(archs) == said
+
+
+def test_says_at_last_what_was_built(setup, toolkit, monkeypatch, tmp_path):
+    """And keeps it beside the library, since installers hide what a build prints."""
+    functions = setup.plan.__globals__
+    monkeypatch.setitem(functions, "find_toolkit", lambda env: toolkit)
+    monkeypatch.setitem(functions, "find_torch", lambda: setup.Torch((2, 13), "13.0"))
+    monkeypatch.setitem(functions, "find_ninja", lambda env: "ninja")
+    monkeypatch.setitem(functions, "kernels", lambda env, toolkit, archs, last_line: {"archs": archs})
+    arguments, said = setup.plan({"FLASH_ATTN_CUDA_ARCHS": "80;120"})
+    assert arguments == {"archs": ["80", "120"]}
+    assert said.startswith("flash-attn: built with CUDA kernels for compute capabilities 8.0, 12.0 and, as PTX, newer")
+    assert "by nvcc 13.0 beside torch 2.13; they serve every torch from 2.10 and every Python from 3.10" in said
+    assert "only those that match '*128*'" in setup.plan({"FLASH_ATTN_INSTANCES": "*128*"})[1]
+    setup.keep_beside(str(tmp_path / "_kernels.so"), "built with CUDA kernels")
+    assert (tmp_path / setup.BUILT).read_text() == "built with CUDA kernels\n"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "flags"),
+    [("12.9", ["-Xfatbin=-compress-all"]), ("13.0", ["--compress-mode=size"]), ("14.1", ["--compress-mode=size"])],
 )
 def test_compression_flags(setup, cuda, flags):
     assert setup.compression_flags(cuda) == flags
-
-
-@pytest.mark.parametrize("archs", ["", "8.0", "80,90", "80;", "native"])
-def test_bad_archs(setup, archs):
-    with pytest.raises(SystemExit, match=r"FLASH_ATTN_CUDA_ARCHS must be a list like '80;90', found"):
-        setup.arch_flags(archs)
 
 
 def _script(path, *lines, shebang="#!/bin/sh"):

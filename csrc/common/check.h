@@ -8,12 +8,26 @@
 
 namespace flash {
 
+// What to do about an error that is not of the code: the library was built for other GPUs, or by a newer CUDA.
+inline const char* advice_for(cudaError_t status) {
+  switch (status) {
+    case cudaErrorNoKernelImageForDevice:
+      return ". flash_attn was built without code for this GPU: `python -m flash_attn` says for which it has some; "
+             "build it with this GPU's compute capability in FLASH_ATTN_CUDA_ARCHS";
+    case cudaErrorUnsupportedPtxVersion:
+      return ". flash_attn has only PTX for this GPU, from a CUDA newer than the driver: update the driver, or build "
+             "flash_attn with this GPU's compute capability in FLASH_ATTN_CUDA_ARCHS";
+    default:
+      return "";
+  }
+}
+
 // Throws unless a call of the CUDA runtime has succeeded. The message names the call, the place and the error.
 inline void check_cuda(cudaError_t status, const char* call,
                        std::source_location where = std::source_location::current()) {
   if (status == cudaSuccess) return;
   throw std::runtime_error(std::string(call) + " failed at " + where.file_name() + ":" + std::to_string(where.line()) +
-                           ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
+                           ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status) + advice_for(status));
 }
 
 }  // namespace flash

@@ -24,8 +24,10 @@ ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 HOPPER_HEAD_DIMS = (*((dim, dim) for dim in ALL_HEAD_DIMS), (192, 128))  # of keys and of values
 SM80, DECODE, SM90, SERVING, INVARIANT = KERNELS = range(5)  # the alternatives of FwdPlan
 PLAIN, RANGED, BIASED, ALL = FEATURES = range(4)
-# Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
-SHARED_BYTES = {"8.0": 163 * 1024, "8.6, 8.9, 12.0": 99 * 1024, "9.0, 10.0": 227 * 1024}
+# Of a block, by compute capability.
+KILOBYTES = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "10.3": 227, "12.0": 99, "12.1": 99}
+SHARED_BYTES = {capability: 1024 * most for capability, most in KILOBYTES.items()}
+OF_HOPPER = SHARED_BYTES["9.0"]
 STATIC_SHARED_BYTES = 4096  # that decoding leaves for what it declares in the kernel
 
 
@@ -294,14 +296,17 @@ def test_backward_tile(host, head_dim, compact):
 
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
-def test_backward_blocks_fit_every_gpu(host, head_dim, plain):
-    """The compact tiles where the others do not."""
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_backward_blocks_fit(host, capability, head_dim, plain):
+    """With the larger tile wherever a block has room for it, else with the compact one."""
     instances = native.library(HERE / "bwd_probe.cu", native.CUDA_ON_THE_HOST)
-    largest = SHARED_BYTES["8.0" if head_dim == 512 else "9.0, 10.0"]
-    for compact, limit in ((True, min(SHARED_BYTES.values())), (False, largest)):
-        shared_bytes, threads = numbers(instances, 2, "find_bwd_sizes", head_dim, plain, compact)
-        assert shared_bytes <= limit
-        assert threads == 64 * numbers(host, 5, "find_bwd_tile", head_dim, compact)[-1]
+    chosen, compact = numbers(instances, 2, "find_bwd_choice", head_dim, plain, SHARED_BYTES[capability])
+    assert chosen <= SHARED_BYTES[capability]
+    large = numbers(instances, 2, "find_bwd_sizes", head_dim, plain, False)[0]
+    assert compact == (large > SHARED_BYTES[capability])
+    sizes, threads = numbers(instances, 2, "find_bwd_sizes", head_dim, plain, compact)
+    assert sizes == chosen
+    assert threads == 64 * numbers(host, 5, "find_bwd_tile", head_dim, compact)[-1]
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -318,7 +323,7 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
     if features == BIASED and (head_dim > 256 or head_dim_v != head_dim):
         pytest.skip("there is no such instance")
     shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, head_dim_v, features, wide)
-    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert shared_bytes <= OF_HOPPER
     assert threads == 128 * (warpgroups + 1)
     assert keys % {BIASED: 64, ALL: 32}.get(features, 16) == 0
     of_bias = keys // 4 if features == BIASED else 0
@@ -334,7 +339,7 @@ def test_serving_blocks_fit(host, instances, head_dim, head_dim_v, features, few
     """As those for dense tensors; a warpgroup alone has all registers, and warps gather whole groups of rows."""
     warpgroups, keys, stages, _ = numbers(host, 4, "find_serving_tile", head_dim, head_dim_v, features, 2 - few_rows)
     shared_bytes, threads = numbers(instances, 2, "find_serving_sizes", head_dim, head_dim_v, features, few_rows)
-    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert shared_bytes <= OF_HOPPER
     assert warpgroups == 2 - few_rows and threads == 128 * (warpgroups + 1)
     assert stages >= 2
     assert keys % 32 == 0  # a warp gathers 32 rows at a time
@@ -347,7 +352,7 @@ def test_invariant_blocks_fit(host, instances, head_dim, head_dim_v, features):
     """And compute what those for serving do: with as many keys in an n_block, whatever the warpgroups."""
     warpgroups, keys, *_ = numbers(host, 4, "find_invariant_tile", head_dim, head_dim_v, features)
     shared_bytes, threads = numbers(instances, 2, "find_invariant_sizes", head_dim, head_dim_v, features)
-    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert shared_bytes <= OF_HOPPER
     assert threads == 128 * (warpgroups + 1)
     for warpgroups_there in (1, 2):
         assert numbers(host, 4, "find_serving_tile", head_dim, head_dim_v, features, warpgroups_there)[1] == keys
@@ -359,7 +364,7 @@ def test_invariant_blocks_fit(host, instances, head_dim, head_dim_v, features):
 def test_backward_blocks_fit_sm90(head_dim, features):
     instances = native.library(HERE / "bwd_probe.cu", native.CUDA_ON_THE_HOST)
     shared_bytes, threads = numbers(instances, 2, "find_bwd_sm90_sizes", head_dim, features)
-    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert shared_bytes <= OF_HOPPER
     assert threads == 3 * 128
 
 
@@ -372,6 +377,17 @@ def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):
     assert warps in (1, 2, 4, 8) and warps % parts(host, head_dim) == 0
     assert warps * warp_bytes + STATIC_SHARED_BYTES <= shared_bytes
     assert warps == 8 or 2 * warps * warp_bytes + STATIC_SHARED_BYTES > shared_bytes
+
+
+@pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_decoding_blocks_that_append_fit(host, capability, head_dim):
+    """The rings of their warps beside the new rows; where there is no room, a kernel of its own appends."""
+    shared_bytes = SHARED_BYTES[capability]
+    ring, warps = numbers(host, 2, "find_decode_sizes", head_dim, shared_bytes)
+    fresh = host.call("find_decode_fresh_bytes", head_dim)
+    appends = host.call("find_appends", head_dim, 1, 1, 1000, 0, 0, 0, shared_bytes)
+    assert appends == (warps * ring + fresh <= shared_bytes)
 
 
 @pytest.mark.parametrize("shared_bytes", [99 * 1024, 227 * 1024])

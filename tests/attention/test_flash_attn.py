@@ -172,7 +172,7 @@ def test_which_kernel_runs(seqlen_q, seqlen_k, portable, kernel, device, monkeyp
 
 LITTLE_SHARED_MEMORY = [
     Problem(seqlen_q=203, seqlen_k=321, heads=6, heads_k=2, head_dim=head_dim, **options)
-    for head_dim in (64, 96, 128, 192, 256)
+    for head_dim in (64, 96, 128, 192, 256, 512)
     for options in (
         dict(),
         dict(causal=True, deterministic=True, varlen=True),
@@ -181,7 +181,6 @@ LITTLE_SHARED_MEMORY = [
 ]
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("case", params(LITTLE_SHARED_MEMORY))
 def test_with_little_shared_memory(case, device, little_shared_memory):
     case.check(device)

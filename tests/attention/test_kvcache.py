@@ -90,7 +90,6 @@ def assert_same_however_split(found, expected_results):
     torch.testing.assert_close(out, expected_out, rtol=2**-7, atol=2**-10)  # an ulp of bfloat16
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize(
     "case",
     params(

@@ -85,6 +85,9 @@ const char* find_decode_sizes(int head_dim, int shared_bytes, int64_t* sizes) {
   return answer(sizes, {decode_bytes_per_warp(head_dim), decode_warps(head_dim, shared_bytes)});
 }
 
+// Bytes of shared memory for the new rows where a block also appends.
+int find_decode_fresh_bytes(int head_dim) { return decode_fresh_bytes(head_dim); }
+
 // What plan_fwd reads, by name as in Problem and FwdHints.
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;

@@ -1,6 +1,7 @@
 """csrc/common: the choice of template arguments, texts of errors, launches, division. Few of these need a GPU."""
 
 import pathlib
+import re
 
 import native
 import pytest
@@ -36,6 +37,17 @@ def test_error_of_the_runtime_says_what_and_where(probe):
     assert text.startswith("cudaProbe failed at ")
     assert "common_probe.cu:" in text
     assert text.endswith("cudaErrorInvalidValue: invalid argument")
+
+
+@pytest.mark.parametrize(
+    "status, advice",
+    [
+        (209, "cudaErrorNoKernelImageForDevice: .* without code for this GPU: .*FLASH_ATTN_CUDA_ARCHS$"),
+        (222, "cudaErrorUnsupportedPtxVersion: .* newer than the driver: update the driver, .*FLASH_ATTN_CUDA_ARCHS$"),
+    ],
+)
+def test_error_about_a_gpu_that_was_not_built_for_says_what_to_do(probe, status, advice):
+    assert re.search(advice, probe.text("check_status", status))
 
 
 @pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 0)], ids=str)

@@ -687,12 +687,19 @@ void launch_bwd(const BwdSm80Params& p, cudaStream_t stream) {
   launch<bwd_kernel<Config>>(shape, p, stream);
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
-void run_bwd(const BwdSm80Params& p, cudaStream_t stream) {
+// Calls fn(Config) for the largest tile of which a thread block has room in shared_bytes.
+template <typename T, int kHeadDim, Features kFeatures, typename Fn>
+void with_tile_for(int shared_bytes, Fn&& fn) {
   using Large = BwdConfig<T, kHeadDim, kFeatures, false>;
   using Compact = BwdConfig<T, kHeadDim, kFeatures, true>;
-  const bool fits = sizeof(BwdShared<Large>) <= static_cast<size_t>(max_shared_bytes(current_device()));
-  fits ? launch_bwd<Large>(p, stream) : launch_bwd<Compact>(p, stream);
+  static_assert(sizeof(BwdShared<Compact>) <= kLeastSharedBytes);
+  sizeof(BwdShared<Large>) <= static_cast<size_t>(shared_bytes) ? fn(Large{}) : fn(Compact{});
+}
+
+template <typename T, int kHeadDim, Features kFeatures>
+void run_bwd(const BwdSm80Params& p, cudaStream_t stream) {
+  with_tile_for<T, kHeadDim, kFeatures>(max_shared_bytes(current_device()),
+                                        [&](auto config) { launch_bwd<decltype(config)>(p, stream); });
   run_bwd_finish({p, p.plan}, stream);
 }
 

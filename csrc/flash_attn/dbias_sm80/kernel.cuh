@@ -483,7 +483,7 @@ template <typename T>
 void run_dbias(const PlannedDbias& p, cudaStream_t stream) {
   using Deep = DbiasConfig<T, 3>;
   using Flat = DbiasConfig<T, 2>;
-  static_assert(sizeof(DbiasShared<Flat>) <= 99 * 1024, "every GPU from sm_80 on has as much");
+  static_assert(sizeof(DbiasShared<Flat>) <= kLeastSharedBytes);
   const bool fits = sizeof(DbiasShared<Deep>) <= static_cast<size_t>(max_shared_bytes(current_device()));
   fits ? launch_dbias<Deep>(p, stream) : launch_dbias<Flat>(p, stream);
   if (p.plan.splits == 1) return;

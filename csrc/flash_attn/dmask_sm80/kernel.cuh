@@ -3,6 +3,7 @@
 // last to the first; the running maximum is updated after every kWidth keys.
 #pragma once
 
+#include "common/device.h"
 #include "common/launch.h"
 #include "flash_attn/fwd/planner.h"
 #include "flash_attn/fwd/schedule.cuh"
@@ -110,6 +111,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid
 template <typename T, int kHeadDim, int kWidth>
 void run_dmask(const DmaskParams& p, cudaStream_t stream) {
   using Config = DmaskConfig<T, kHeadDim, kWidth>;
+  static_assert(sizeof(DmaskShared<Config>) <= kLeastSharedBytes);
   const TiledDmask tiled{p, tiling_for(p.fwd.problem, /*packed_heads=*/1, Config::kRows)};
   const LaunchShape shape{.grid = dim3(tiled.tiling.tiles.value),
                           .block = dim3(Config::kThreads),

@@ -16,6 +16,7 @@
 // would take half as many products again, and read half as much shared memory again.
 #pragma once
 
+#include "common/device.h"
 #include "common/launch.h"
 #include "flash_attn/fwd/plan.h"
 #include "flash_attn/fwd/schedule.cuh"
@@ -216,6 +217,7 @@ __global__ __launch_bounds__(Config::kBlockThreads) void fwd_kernel(const __grid
 template <typename T, int kHeadDim, Features kFeatures>
 void run_fwd(const FwdSm80Params& p, cudaStream_t stream) {
   using Config = FwdConfig<T, kHeadDim, kFeatures>;
+  static_assert(sizeof(FwdShared<Config>) <= kLeastSharedBytes);
   const LaunchShape shape{.grid = dim3(p.plan.tiling.tiles.value * p.plan.splits.count),
                           .block = dim3(Config::kBlockThreads),
                           .shared_bytes = sizeof(FwdShared<Config>)};
