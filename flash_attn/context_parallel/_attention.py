@@ -552,7 +552,7 @@ def _ulysses(q, k, v, sink, plan, softmax_scale, window, chunk, dropout_p, slope
 def _whole_attention(q, k, v, sink, plan, softmax_scale, window, chunk, options):
     """out and softmax_lse of whole rows (batch, positions, heads, head_dim), whose documents are those of the plan."""
     batch = q.shape[0]
-    packed = sum(length > 0 for length in plan.seqlens) != 1
+    packed = len([length for length in plan.seqlens if length > 0]) != 1
     if packed:
         starts, longest = plan.cu_seqlens(batch, q.device), plan.longest
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))

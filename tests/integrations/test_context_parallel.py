@@ -110,6 +110,8 @@ WAYS = {"accelerate": _as_accelerate, "torchtitan": _as_torchtitan}
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_context_parallel(way, is_causal):
+    if way == "torchtitan" and is_causal and torch.__version__.startswith("2.10."):
+        pytest.skip("the private functions of torch 2.10 divide tensors by the order of another one")
     over_processes(2, check, WAYS[way], is_causal)
 
 
