@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import counts, figures, harness, kernels, plot, power, rerun, rows, tables, trees
+from benchmarks import counts, figures, harness, kernels, plot, power, rerun, rows, tables, trees, units
 
 FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
 
@@ -35,6 +35,23 @@ def a_case(device):
 
     providers = {"slow": lambda: sum(range(2000)), "broken": fails, "mute": fails_without_a_word}
     yield harness.Case("op", "case", "fp32", lambda: providers, bytes=8)
+
+
+@pytest.mark.sm90
+def test_units(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["units", "--csv", str(tmp_path / "units.csv")])
+    units.main()
+    with open(tmp_path / "units.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert {row["unit"] for row in found} >= {"box", "page box", "missing page", "product", "two blocks", "empty block"}
+    assert all(float(row["value"]) > 0 for row in found) and "expected: 64" in capsys.readouterr().out
+
+
+def test_units_need_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["units"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a Hopper GPU"):
+        units.main()
 
 
 def test_continuous_batching(tmp_path, monkeypatch, capsys):
