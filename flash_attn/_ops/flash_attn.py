@@ -291,7 +291,7 @@ def plain_packed(
     q: Tensor,
     kv: Tensor | None,
     softmax_scale: float | None,
-    is_causal: bool,
+    is_causal: Any,
     window_size: Sequence[int],
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -424,7 +424,7 @@ def plain_decode(
     ):
         return None
     if (
-        not (length is None or 0 <= length <= _capacity(k_cache, block_table) - (k.shape[1] if appends else 0))
+        not (length is None or 0 <= length <= _capacity(k_cache, block_table) - (0 if k is None else k.shape[1]))
         or not _is_plain_bound(max_seqlen_q)
         or not (cu_seqlens_q is None or (rotary_cos is None and _is_plain_index(cu_seqlens_q, 1)))
         or not _takes_result(out)
