@@ -74,6 +74,7 @@ def varlen_fwd(
 ):
     """Returns [out, softmax_lse, S_dmask, rng_state]. zero_tensors changes nothing: every element is written."""
     _check_generator(generator)
+    flash_attn.check_splits_of_pages(num_splits, block_table)
     return _forward(
         q,
         k,

@@ -945,9 +945,10 @@ def _flash_attn_varlen_forward(
 
     seqused_k, leftpad_k: int32 (batch,), how many keys of each entry are used and how many of these are skipped. With
     block_table and seqused_k, cu_seqlens_k may hold anything, or be None. zero_tensors changes nothing, since every
-    element is written.
+    element is written. With block_table, num_splits must be at most 1.
     """
     _check_given("cu_seqlens_q", cu_seqlens_q)
+    flash_attn.check_splits_of_pages(num_splits, block_table)
     window = window_size_left, window_size_right
     options = dict(
         cu_seqlens_q=cu_seqlens_q,

@@ -689,6 +689,14 @@ def _bias_of_each_key(bias, lse, seqlen_k):
     return bias + lse.new_zeros(batch // max(1, batch2), batch2, heads, 1, seqlen_k)
 
 
+def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
+    """Check the num_splits of forwards that other packages call by position: as in flash-attn 2.8, none with pages."""
+    if block_table is not None and checks.whole("num_splits", num_splits) > 1:
+        raise ArgumentError(
+            f"num_splits must be at most 1 with block_table, found {num_splits}: num_splits > 1 is not supported here"
+        )
+
+
 def with_tensors(
     results: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
