@@ -96,7 +96,8 @@ def log_probs_fwd_kernel(
             new_largest = tl.maximum(largest, tl.max(logit))
             step = tl.maximum((largest - new_largest) * scale, LEAST)
             factor = tl.exp(step)
-            below = tl.maximum((logit - new_largest) * scale, LEAST)  # a number also where a class is impossible
+            below = (logit - new_largest) * scale
+            below = tl.where(below < LEAST, LEAST, below)  # a number where a class is impossible, and NaN stays NaN
             weight = tl.exp(below)
             spread = factor * (spread + step * total) + weight * below
             total = factor * total + weight

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from flash_attn import _library
 from flash_attn._ops import autograd, checks, fused_dense, invariance, linear, xentropy
 from flash_attn.utils.distributed import all_gather
 
@@ -70,7 +71,7 @@ def prepare(
     classes = limit if num_classes is None else checks.whole("num_classes", num_classes)
     checks.number("num_classes", classes, 0 < classes <= limit, "from 1 to {}, the rows of the weight", limit)
     softcap = check_softcap(softcap)
-    rows = rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes)
+    rows = rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes, is_divided=group is not None)
     ignore_index = checks.whole("ignore_index", ignore_index)
     head = Head(dtype, classes, rank * len(weight), ignore_index, softcap, rows, group, not sequence_parallel)
     labels = labels.flatten()
@@ -84,8 +85,11 @@ def check_softcap(softcap):
     return softcap
 
 
-def rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes):
-    """Check chunk_size and chunk_bytes; return how many rows of logits are held at a time."""
+def rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes, is_divided=False):
+    """Check chunk_size and chunk_bytes; return how many rows of logits are held at a time.
+
+    is_divided: among processes, which must hold equally many, whatever memory their GPUs have.
+    """
     if chunk_size is not None and chunk_bytes is not None:
         raise ValueError(f"chunk_size must be None with chunk_bytes, found {chunk_size!r} and {chunk_bytes!r}")
     if chunk_size is not None:
@@ -109,7 +113,8 @@ def rows_at_a_time(hidden, weight, dtype, softcap, chunk_size, chunk_bytes):
         limit = BYTES
         if torch.is_grad_enabled() and weight.requires_grad:
             # Several products need sums of the gradient in float32 beside it; logits may take as much in their place.
-            limit = max(weight.numel() * 4, xentropy.bytes_of_logits(hidden, SHARE, ON_CPU))
+            own = ON_CPU if is_divided else xentropy.bytes_of_logits(hidden, SHARE, ON_CPU)
+            limit = max(weight.numel() * 4, own)
         most = max(limit // of_row // _MULTIPLE, 1) * _MULTIPLE
     chunks = -(-tokens // most)
     # Chunks are of equal sizes, rather than a small one at the end.
@@ -154,7 +159,7 @@ def _capped(logits, labels, rows, softcap, of_logits, gradients):
     """What of_logits gives for softcap * tanh(logits / softcap), in float32; then their gradient is that of logits."""
     if gradients is None:
         return of_logits(softcap * torch.tanh(logits.float() / softcap), labels[rows], rows)
-    tanh = torch.mul(logits, 1 / softcap, out=torch.empty_like(logits, dtype=torch.float32)).tanh_()
+    tanh = torch.tanh(logits.float() / softcap)
     capped = softcap * tanh
     results = of_logits(capped, labels[rows], rows)
     torch.ops.aten.tanh_backward.grad_input(capped, tanh, grad_input=logits)  # in one pass, rounded once
@@ -226,7 +231,7 @@ def scaled(gradients, factor, dtypes, overwrites):
     for x, dtype in zip(gradients, dtypes):
         if x is None:
             results.append(None)
-        elif overwrites and x.dtype == dtype and x.is_contiguous():
+        elif overwrites and x.dtype == dtype and x.is_contiguous() and type(x) is torch.Tensor:
             _scale_(x, factor, one, counts)
             results.append(x)
         else:
@@ -292,7 +297,8 @@ class Deferred(torch.autograd.Function):
             each = None if scale is None else scale[rows]
             rule.overwrite(logits, y, each, [x[rows] for x in stored], [x[rows] for x in incoming], head)
 
-        run(hidden, weight, bias, labels, kept, head, overwrite, gradients)
+        with _library.without_autocast(hidden):  # as in the forward, which has cast what it multiplies
+            run(hidden, weight, bias, labels, kept, head, overwrite, gradients)
         return *rounded(gradients.finish(), gradients.dtypes), *(None,) * 5
 
 

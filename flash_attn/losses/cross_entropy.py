@@ -99,7 +99,11 @@ class CrossEntropyLoss(torch.nn.Module):
     @expected_gradient.setter
     def expected_gradient(self, value: float | None) -> None:
         """Expect `value`, or 1 for None."""
-        self._expectation.value = None if value is None else checks.as_float("expected_gradient", value)
+        if value is not None:
+            value = checks.as_float("expected_gradient", value)
+            fits = self._expectation.LEAST <= abs(value) <= self._expectation.MOST
+            checks.number("expected_gradient", value, fits, "of a size from 2^-60 to 2^60, or None")
+        self._expectation.value = value
 
     def _reduced(self, losses, count):
         if self.reduction == "none":

@@ -14,6 +14,7 @@ log-probabilities, entropy, and losses made of these, see `flash_attn.losses.lin
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -278,7 +279,10 @@ def _reduced(losses, token_weights, total, reduction, shape):
     losses = losses if token_weights is None else losses * token_weights
     if reduction == "none":
         return losses.view(shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / total
+    if reduction == "sum":
+        return losses.sum()
+    # The mean of nothing is no number, but has a gradient of 0.
+    return torch.where(total != 0, losses.sum() / torch.where(total != 0, total, 1), torch.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +377,7 @@ class _AtOnce(torch.autograd.Function):
             losses, z_losses, *_ = _linear_head.of_each_row((hidden, weight, bias), labels, kept, None, head, rule)
             found, left = [None] * 3, None
         else:
-            dlosses, left = _expected(labels, token_weights, total, head.dtype)
+            dlosses, left = _expected(labels, token_weights, total, head.dtype, rule)
             losses, z_losses = _linear_head.run(
                 hidden,
                 weight,
@@ -410,15 +414,17 @@ class _AtOnce(torch.autograd.Function):
         return *_linear_head.scaled(found, factor, ctx.dtypes, overwrites), *(None,) * 6
 
 
-def _expected(labels, token_weights, total, dtype):
+def _expected(labels, token_weights, total, dtype, rule):
     """Returns the gradients (rows,) of the losses that the forward computes with, and what is left to multiply by."""
     ones = labels.new_ones((), dtype=torch.float32)
     if dtype != torch.float16:
-        one = ones if total is None else ones / total
+        one = ones if total is None else torch.where(total != 0, ones / total, 0)  # 0: of the mean of no losses
         return one.expand(labels.shape) if token_weights is None else one * token_weights, None
     # Gradients of rare classes are to be normal numbers. In a graph, products are rounded to float16 before they are
     # added, and must not overflow.
     unit = 2.0**-4 if torch.compiler.is_compiling() else 2.0**8
+    steepest = rule.logit_scale * (1 + 64 * rule.lse_square_scale)  # of the loss over a logit, with an lse of up to 32
+    unit /= 2.0 ** max(0, math.ceil(math.log2(steepest))) if steepest > 0 else 1
     if token_weights is None:
         dlosses, left = (ones * unit).expand(labels.shape), ones / unit
     else:

@@ -1069,6 +1069,9 @@ def test_a_loss_that_goes_on_with_what_it_expected(device):
     options = dict(inplace_backward=True, gradient_in_forward=True)
     loss_fn, resumed, fresh = (CrossEntropyLoss(**options) for _ in range(3))
     assert loss_fn.expected_gradient is None
+    for wrong in (0.0, 1e30, float("nan")):
+        with pytest.raises(ValueError, match=r"expected_gradient must be (of a size from|finite)"):
+            fresh.expected_gradient = wrong
     step(loss_fn, 0)
     resumed.expected_gradient = loss_fn.expected_gradient
     assert loss_fn.expected_gradient == pytest.approx(1 / 3)

@@ -518,3 +518,37 @@ def check_parallel(group):
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_divided_vocabulary(processes):
     over_processes(processes, check_parallel)
+
+
+def test_a_softcap_is_applied_alike_with_and_without_gradients(device):
+    """In float32, also where its reciprocal is no number of 16 bits."""
+    hidden, weight = (torch.randn(n, 64, device=device).bfloat16() * 3 for n in (20, VOCAB))
+    labels = torch.randint(VOCAB, (20,), device=device)
+    for smoothing in (0.0, 0.1):
+        options = dict(softcap=30.0, label_smoothing=smoothing)
+        expected = linear_cross_entropy(hidden, weight, labels, **options)
+        found = linear_cross_entropy(hidden.requires_grad_(), weight, labels, **options).detach()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        hidden = hidden.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [[0.0] * 6, [1.0, -1.0, 0.0, 0.0, 2.0, -2.0]], ids=["zeros", "sum of zero"])
+def test_a_mean_by_weights_whose_sum_is_zero_has_a_gradient_of_zero(weights, dtype, device):
+    labels, token_weights = torch.arange(6, device=device), torch.tensor(weights, device=device)
+    hidden, weight = (torch.randn(n, 16, device=device).to(dtype).requires_grad_() for n in (6, VOCAB))
+    losses = [linear_cross_entropy(hidden, weight, labels, token_weights=token_weights)]
+    losses.append(cross_entropy_of_logits(F.linear(hidden, weight), labels, token_weights=token_weights))
+    for loss in losses:
+        assert loss.isnan()
+        assert all((x == 0).all() for x in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_a_large_logit_scale_in_float16(device):
+    hidden, weight = (torch.randn(n, 32, device=device).half() * 0.01 for n in (40, VOCAB))
+    labels = torch.randint(VOCAB, (40,), device=device)
+    options = dict(logit_scale=400.0, lse_square_scale=1e-2)
+    found = with_gradients(linear_cross_entropy, (hidden, weight), labels, **options)
+    exact = with_gradients(plain, (hidden.double(), weight.double()), labels, **options)
+    for one, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), right, rtol=2e-2, atol=1e-4)

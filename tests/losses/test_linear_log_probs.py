@@ -187,6 +187,19 @@ def test_no_possible_class_and_no_columns(way, device):
     assert all(x.shape == (0,) for x in kernels.fwd(logits[:0], labels[:0], scale[:0], 0.0, 0))
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("way", ["reference", "triton"])
+def test_nan_is_not_lost(way, softcap, device):
+    """Neither in one class, which is not that of the label, nor in all."""
+    if way == "triton":
+        pytest.importorskip("triton")
+    kernels = importlib.import_module("flash_attn._triton.log_probs") if way == "triton" else reference
+    logits, labels = torch.randn(2, 40, device=device), torch.tensor([1, 1], device=device)
+    logits[0, 5], logits[1] = float("nan"), float("nan")
+    own, lse, mean = kernels.fwd(logits, labels, torch.ones(2, device=device), softcap, 0)
+    assert lse.isnan().all() and (lse - mean).isnan().all() and (own - lse).isnan().all()
+
+
 @pytest.mark.parametrize("cuts", [(17,), (0, 5), (53,), (3, 52)])
 def test_parts_of_the_vocabulary(cuts, device):
     """Joined, those of any parts are those of the whole, also where a part has no columns or no possible class."""
@@ -294,6 +307,20 @@ def test_without_gradient_autocast_and_shapes(device):
     empty = linear_log_probs(hidden[:0].requires_grad_(), weight, labels[:0])
     assert all(x.shape == (0,) for x in empty)
     empty.log_probs.sum().backward()
+
+
+def test_a_backward_under_autocast(device):
+    """It computes the logits again as the forward did, outside of autocast."""
+    tensors, labels = inputs(device=device)
+    for chunk_size in (None, 10):
+        found = []
+        for enabled in (False, True):
+            hidden, weight = (x.detach().requires_grad_() for x in tensors[:2])
+            result = linear_log_probs(hidden, weight, labels, chunk_size=chunk_size)
+            with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+                (result.log_probs + result.entropy).sum().backward()
+            found.append((hidden.grad, weight.grad))
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def test_compiled(device):

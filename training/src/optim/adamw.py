@@ -4,8 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
+
+
+def _local(x):
+    """This process's part, since not all functions of torch take DTensors."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 class AdamW(torch.optim.AdamW):
@@ -80,8 +86,8 @@ class MasterAdamW(AdamW):
                     "exp_avg": torch.zeros_like(p, dtype=torch.float32),
                     "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
                 }
-                if p.dtype != torch.float32:
-                    self.state[p]["master"] = p.detach().float()
+            if p.dtype != torch.float32 and "master" not in self.state[p]:  # as in a state of AdamW
+                self.state[p]["master"] = p.detach().float()
         states = [self.state[p] for p in weights]
         masters = [state.get("master", p) for p, state in zip(weights, states)]
         beta1, beta2 = group["betas"]
@@ -101,7 +107,7 @@ class MasterAdamW(AdamW):
             eps=group["eps"],
             maximize=group["maximize"],
         )
-        rounded = [(p, master) for p, master in zip(weights, masters) if p is not master]
+        rounded = [(_local(p), _local(master)) for p, master in zip(weights, masters) if p is not master]
         if rounded:
             torch._foreach_copy_(*map(list, zip(*rounded)))
 

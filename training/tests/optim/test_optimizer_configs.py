@@ -184,6 +184,32 @@ def test_masters_of_weights_in_16_bits():
         MasterAdamW([own], amsgrad=True)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_masters_after_a_state_without(fused):
+    """A run that had weights in float32 goes on with weights in bf16 and the same state."""
+    weight = torch.nn.Parameter(torch.randn(8))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    weight.grad = torch.ones(8)
+    optimizer.step()
+    narrow = torch.nn.Parameter(weight.detach().bfloat16())
+    masters = MasterAdamW([narrow], lr=1e-3, fused=fused)
+    masters.load_state_dict(optimizer.state_dict())
+    narrow.grad = torch.ones(8).bfloat16()
+    masters.step()
+    assert torch.equal(narrow, masters.state[narrow]["master"].bfloat16())
+
+
+def test_masters_of_parts(group_of_one):
+    """Weights that FSDP divides are DTensors."""
+    layer = torch.distributed.fsdp.fully_shard(torch.nn.Linear(8, 8).bfloat16())
+    optimizer = MasterAdamW(layer.parameters(), lr=1e-2)
+    layer(torch.ones(2, 8).bfloat16()).sum().backward()
+    before = layer.weight.to_local().clone()
+    optimizer.step()
+    assert not torch.equal(layer.weight.to_local(), before)
+    assert torch.equal(layer.weight.to_local(), optimizer.state[layer.weight]["master"].to_local().bfloat16())
+
+
 def test_masters_in_a_run():
     cfg = config("optimizer", "adamw-master", lr=1e-2).optimizer
     model, loss = model_and_loss()
