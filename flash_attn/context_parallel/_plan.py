@@ -1,12 +1,13 @@
 """How the tokens of a packed row are divided among ranks, and all that the layers of a model need to know of it."""
 
 import bisect
+import functools
 import hashlib
 import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,19 @@ from flash_attn.utils.distributed import all_gather, device_of, host_group
 METHODS = ("gather", "ulysses", "usp")
 _PLANS: "weakref.WeakValueDictionary[int, Plan]" = weakref.WeakValueDictionary()  # by the number in `Plan.handle`
 _NUMBERS = itertools.count()
+_HOST = torch.device("cpu")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _on_host(method: _Method) -> _Method:
+    """Decorate a method so that the tensors that it makes are on the CPU, whatever torch's default device is."""
+
+    @functools.wraps(method)
+    def wrapper(*args, **kwargs):
+        with _HOST:
+            return method(*args, **kwargs)
+
+    return cast(_Method, wrapper)
 
 
 class Launch(NamedTuple):
@@ -93,6 +107,7 @@ class Plan:
         >>> dist.destroy_process_group()
     """
 
+    @_on_host
     def __init__(
         self,
         seqlens: int | Sequence[int] | Tensor,
@@ -266,6 +281,7 @@ class Plan:
             part["position_ids"] = self.position_ids[None]
         return part
 
+    @_on_host
     def shift_labels(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
         """Returns the label of each token of the whole row: the next token of its document, or `ignore_index` for none.
 
@@ -314,6 +330,7 @@ class Plan:
         ids = self.position_ids.to(cos.device)
         return cos.index_select(0, ids), sin.index_select(0, ids)
 
+    @_on_host
     def intervals(
         self, source: int | None = None, causal: bool = True, window_size: Sequence[int] = (-1, -1)
     ) -> tuple[Tensor, Tensor]:
@@ -347,6 +364,7 @@ class Plan:
         padding = positions < 0
         return first.masked_fill(padding, 0), end.masked_fill(padding, 0)
 
+    @_on_host
     def _index(self, name, device):
         """An index of rows on a device: "own", the positions of this rank; "slots", where `all_gather` puts each."""
         key = name, device
@@ -379,6 +397,7 @@ class Plan:
             self._schedules[key] = self._scheduled(window, chunk, batch, device)
         return self._schedules[key]
 
+    @_on_host
     def _scheduled(self, window, chunk, batch, device):
         starts = _layout.starts_of(self.seqlens, chunk)
         needed, intervals, pieces = [], [], []
@@ -432,6 +451,7 @@ class Plan:
             row += rows
         return launches
 
+    @_on_host
     def head_exchange(self, heads: int, heads_k: int, of_keys: bool, device: torch.device) -> HeadExchange:
         """Returns the exchange of "ulysses" for queries or for keys of these numbers of heads."""
         key = heads, heads_k, of_keys, device
