@@ -188,6 +188,8 @@ class Plan:
             self._spans = spans_of(self.seqlens, self.world_size // ulysses, layout, self._granularity)
         every = self._positions_of_spans(self.world_size // ulysses)
         every = [part for own in every for part in own.tensor_split(ulysses)]
+        if self._mesh is not None:
+            every = [every[place] for place in _places_in(self._mesh.mesh)]
         self._counts = list(map(len, every))
         self._pad_to = None
         if pad_to is not None:
@@ -276,7 +278,7 @@ class Plan:
                 shifted = self.shift_labels(value.movedim(dim, -1)).movedim(-1, dim)
                 part["shift_labels"] = self.shard(shifted, dim, fill=-100)
             else:
-                part[name] = self.shard(value, dim)
+                part[name] = self.shard(value, dim, fill=-100 if name == "shift_labels" else 0)
         if "position_ids" not in part:
             part["position_ids"] = self.position_ids[None]
         return part
@@ -302,11 +304,12 @@ class Plan:
             loss_sum * ranks / sum of count over the ranks
 
         DistributedDataParallel and FSDP average gradients over the ranks, which are then those of that mean. An average
-        of means would give more weight to tokens of ranks where many labels are ignored.
+        of means would give more weight to tokens of ranks where many labels are ignored. Where several batches make one
+        step, give each call the count of this rank's labels in all of them, and add the gradients.
 
         Arguments:
             loss_sum: the sum of this rank's losses.
-            count: over how many labels that was, an int or an integer tensor without dimensions.
+            count: over how many labels that was, or of the whole step, an int or an integer tensor without dimensions.
             group: the ranks over which gradients are averaged; None: the loss_group of the plan.
         """
         checks.tensor("loss_sum", loss_sum, shape=())
@@ -552,6 +555,17 @@ def group_of(group: Any) -> dist.ProcessGroup:
 
 def _rank_and_size(group):
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _places_in(mesh: Tensor) -> list[int]:
+    """Returns where each rank of a mesh of two dimensions is, counted row by row, for its ranks in ascending order.
+
+    Groups number their ranks in ascending order, those of one dimension as well as that of both.
+    """
+    ordered = mesh[mesh[:, 0].argsort()][:, mesh[0].argsort()]
+    if any((ordered.diff(dim=dim) < 0).any() for dim in (0, 1)):
+        raise ArgumentError(f"group must have ranks in one order in all of its rows and columns, found {mesh.tolist()}")
+    return ordered.flatten().argsort().tolist()
 
 
 def _compare(group, text, raises=True):

@@ -10,7 +10,7 @@ from cases import cover
 from compare import assert_error_ratio
 from oracle import attention
 from processes import ON_GPUS, over_processes
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flash_attn import flash_attn_func
 from flash_attn.context_parallel import (
@@ -424,6 +424,25 @@ def test_over_three(check):
 
 def test_compiled():
     over_processes(2, check_compiled)
+
+
+def check_meshes(group):
+    """The ranks of a mesh may stand in any order that its rows and columns share."""
+    expected = None
+    for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 2], [1, 0]], [[2, 0], [3, 1]]):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("ring", "ulysses"))
+        plan = Plan([9, 20], mesh, granularity=1)
+        found = [plan.unshard(plan.shard(torch.arange(29), dim=0), dim=0)]
+        found += [plan.unshard(x) for x in (run(plan, causal=True)[0], *run(plan, causal=True)[2:])]
+        expected = expected or found
+        torch.testing.assert_close(found, expected, msg=f"{ranks}")
+    mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("ring", "ulysses"))
+    with pytest.raises(ValueError, match=r"group must have ranks in one order .* found \[\[0, 3\], \[2, 1\]\]"):
+        Plan(24, mesh)
+
+
+def test_meshes_in_other_orders():
+    over_processes(4, check_meshes)
 
 
 def check_fetched(group):

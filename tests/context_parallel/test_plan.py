@@ -182,6 +182,13 @@ def test_a_batch_is_sharded():
     assert parts[0]["name"] == "x" and parts[0]["all"] is ids
 
 
+def test_labels_that_are_shifted_already_are_padded_with_none():
+    labels = torch.arange(10)[None]
+    batch = dict(shift_labels=labels, mask=labels)
+    parts = [plan.shard_batch(batch) for plan in plans([4, 6], 2, layout="contiguous", pad_to=6, granularity=1)]
+    assert parts[0]["shift_labels"].tolist() == [[0, 1, 2, 3, 4, -100]] and parts[1]["mask"][0, -1] == 0
+
+
 def test_rotary_rows_are_those_of_positions():
     cos = torch.randn(6, 4)
     for plan in plans([4, 6], 2, granularity=1):
