@@ -145,13 +145,13 @@ def check_full(group):
     caches = [torch.zeros(2, 8, HEADS_K, DIM) for _ in range(2)]
     options = dict(group=group, causal=True)
     for length in (16, torch.tensor([3, 16]), torch.tensor([16, 3], dtype=torch.int32)):
-        with pytest.raises(ValueError, match="rank 0's part of .* = 17 positions must be at most .* 8, found 9"):
+        with pytest.raises(ValueError, match=r"rank 0's part of .* = 17 positions must be at most .* 8, found 9"):
             cp_attn_with_kvcache(q, *caches, k, v, cache_seqlens=length, **options)
     with pytest.raises(ValueError, match="cache_seqlens must be at least 0, found -1"):
         cp_attn_with_kvcache(q, *caches, k, v, cache_seqlens=torch.tensor([-1, 3]), **options)
     table = torch.zeros(2, 2, dtype=torch.int32)
     pages = [torch.zeros(4, 4, HEADS_K, DIM) for _ in range(2)]
-    with pytest.raises(ValueError, match="rank 0's part of .* = 17 positions must be at most .* 8, found 9"):
+    with pytest.raises(ValueError, match=r"rank 0's part of .* = 17 positions must be at most .* 8, found 9"):
         cp_attn_with_kvcache(q, *pages, cache_seqlens=17, block_table=table, **options)
     assert not any(cache.any() for cache in caches)
 
