@@ -607,9 +607,10 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             inputs_embeds: (batch, seqlen, features of the word embeddings), instead of input_ids: what
                 get_input_embeddings()(input_ids) would give. Not with a group.
             cp_plan: a `flash_attn.context_parallel.Plan` of which input_ids are the tokens of this rank, (batch,
-                cp_plan.tokens): a row may hold several documents, and positions are those in them. For learned positions
-                position_ids may say otherwise; else others are an error on the CPU, and on a GPU, where reading them
-                would wait for the device, the row becomes NaN. Needs config.use_flash_attn; not with attention_mask or inference_params.
+                cp_plan.tokens): a row may hold several documents, and positions are those in them. position_ids may
+                differ from them for learned positions only: else they are an error on the CPU; on a GPU, where reading
+                them would wait for the device, the row becomes NaN. Needs config.use_flash_attn; not with
+                attention_mask or inference_params.
 
         Returns (batch, seqlen, features), with arbitrary values at padding; with a group and sequence_parallel, this
         process's part of (batch * seqlen, features).

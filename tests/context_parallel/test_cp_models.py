@@ -139,7 +139,9 @@ def check_gpt(group):
         torch.testing.assert_close(plan.unshard(logits), torch.cat(alone, 1), rtol=1e-3, atol=1e-3)
         if name == "llama":
             others = dict(batch, position_ids=torch.arange(plan.tokens, device=device)[None])
-            with pytest.raises(ValueError, match=r"position_ids must be cp_plan.position_ids without learned positions"):
+            with pytest.raises(
+                ValueError, match=r"position_ids must be cp_plan.position_ids without learned positions"
+            ):
                 model(**others, cp_plan=plan)
         loss = model(**batch, cp_plan=plan).loss
         loss.backward()
