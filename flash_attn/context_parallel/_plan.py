@@ -90,7 +90,7 @@ class Plan:
     Attributes:
         rank, world_size: of the group.
         layout, method: as chosen.
-        seqlens: list of ints. total: their sum. longest: the greatest of them.
+        seqlens: list of ints. total: their sum. longest: the greatest of them. is_packed: not just one that has tokens.
         tokens: how many tokens this rank has, padding included. own_tokens: without padding, which stands at the end.
         positions: int64 (tokens,), where each token stands in the packed row; -1 for padding.
         position_ids: int64 (tokens,), from 0 in each document, for rotary tables and learned positions; 0 for padding.
@@ -148,6 +148,7 @@ class Plan:
         self.position_ids = torch.where(own < 0, 0, own - starts[document]).to(device)
         self._starts = starts.to(device, torch.int32)
         self.longest = max(self.seqlens)
+        self.is_packed = sum(length > 0 for length in self.seqlens) != 1
         number = next(_NUMBERS)
         self.handle = torch.tensor(number)
         _PLANS[number] = self

@@ -302,6 +302,27 @@ def check_compiled(group):
                 torch.testing.assert_close(x, y)
 
 
+def check_graphs(group):
+    """Plans of other numbers of documents run the graphs of those before."""
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph
+
+    for method in ("gather", "ulysses"):
+        torch.compiler.reset()
+        frames.clear()
+        compiled = torch.compile(lambda x, plan: cp_attn_func(x, x, x, causal=True, plan=plan), backend=backend)
+        counts = []
+        for seqlens in ([11, 13], [5, 6, 13], [1, 2, 3, 18], [4] * 6, [2] * 12):
+            plan = Plan(seqlens, group, method=method, layout="contiguous", granularity=1)
+            x = torch.randn(1, plan.tokens, 2, 16)
+            torch.testing.assert_close(compiled(x, plan), cp_attn_func(x, x, x, causal=True, plan=plan))
+            counts.append(len(frames))
+        assert counts[-1] == counts[2], f"{method}: {counts}"
+
+
 def check_checkpoint(group):
     """Recomputed in the backward, with another plan in between."""
     plan, other = Plan(24, group, granularity=1), Plan([3, 21], group, granularity=1)
@@ -424,6 +445,10 @@ def test_over_three(check):
 
 def test_compiled():
     over_processes(2, check_compiled)
+
+
+def test_graphs_serve_other_numbers_of_documents():
+    over_processes(2, check_graphs)
 
 
 def check_meshes(group):
