@@ -1,8 +1,8 @@
 """Attention of a sequence that is divided among ranks: `cp_attn_func` and its packed forms.
 
     gather     each rank fetches the keys that its rows see, some heads at a time while it computes those before, and
-               calls attention once for each chunk of its rows; the gradients of keys are summed in float32 on the way
-               home. Saved are q, k, v, out and softmax_lse of the rank's own rows, so the backward fetches keys again.
+               calls attention once for each chunk of its rows; the gradients of keys, of which a kernel rounds each
+               part to 16 bits, are summed in float32 on the way home. Saved are q, k, v, out and softmax_lse of the rank's own rows, so the backward fetches keys again.
     ulysses    ranks exchange tokens for heads; each calls attention once, for some heads of the whole row.
 
 The two methods are one op each way for torch.compile: a graph has the number of the plan as a tensor, so another plan
