@@ -196,7 +196,7 @@ def backward(
 def new_contribution(x: Tensor) -> Tensor:
     """An empty tensor for what `backward` gives of the gradient of keys or values `x`, which is added to other parts.
 
-    It has float32, in which a part loses nothing; where a kernel writes it, the dtype of `x`.
+    It has float32, in which a part loses nothing; where a kernel writes it, the dtype of `x`, to which it is rounded.
     """
     return torch.empty_like(x, dtype=_dtype_of_contributions(x))
 

@@ -1,8 +1,8 @@
 """Attention of a sequence that is divided among ranks: `cp_attn_func` and its packed forms.
 
     gather     each rank fetches the keys that its rows see, some heads at a time while it computes those before, and
-               calls attention once for each chunk of its rows; the gradients of keys are summed in float32 on the way
-               home. Saved are q, k, v, out and softmax_lse of the rank's own rows, so the backward fetches keys again.
+               calls attention once for each chunk of its rows; the gradients of keys, of which a kernel rounds each
+               part to 16 bits, are summed in float32 on the way home. Saved are q, k, v, out and softmax_lse of the rank's own rows, so the backward fetches keys again.
     ulysses    ranks exchange tokens for heads; each calls attention once, for some heads of the whole row.
 
 The two methods are one op each way for torch.compile: a graph has the number of the plan as a tensor, so another plan
@@ -552,14 +552,13 @@ def _ulysses(q, k, v, sink, plan, softmax_scale, window, chunk, dropout_p, slope
 def _whole_attention(q, k, v, sink, plan, softmax_scale, window, chunk, options):
     """out and softmax_lse of whole rows (batch, positions, heads, head_dim), whose documents are those of the plan."""
     batch = q.shape[0]
-    packed = len([length for length in plan.seqlens if length > 0]) != 1
-    if packed:
+    if plan.is_packed:  # not read from seqlens: a graph would be of one number of documents
         starts, longest = plan.cu_seqlens(batch, q.device), plan.longest
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         options = options | dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
     given = FeatureArguments(sink, attention_chunk=chunk, return_lse=True)
     out, lse, *_ = flash_attn.forward(q, k, v, softmax_scale, False, window, False, given, **options)
-    if packed:
+    if plan.is_packed:
         out, lse = out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
     return out, lse
 

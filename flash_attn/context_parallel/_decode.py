@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, collectives, flash_attn
 from flash_attn._ops.flash_attn_features import SINK_DTYPES
@@ -108,6 +109,7 @@ def cp_attn_with_kvcache(
         rest = (position % whole - rank * interleave).clamp(0, interleave)
         return position.div(whole, rounding_mode="floor") * interleave + rest
 
+    _check_room(cache_seqlens, new, k_cache, block_table, world_size, interleave)
     is_bounded = causal or left >= 0 or right >= 0 or chunk > 0
     if rotary_cos is not None or rotary_sin is not None:
         q, k = _rotated(q, k, rotary_cos, rotary_sin, lengths, rotary_interleaved, is_bounded)
@@ -173,6 +175,26 @@ def _check(q, k_cache, v_cache, k, v, cache_leftpad, alibi_slopes, cache_seqlens
     checks.has_shape("v", v, (*k.shape[:2], *v_cache.shape[2:]))
 
 
+def _check_room(cache_seqlens, new, k_cache, block_table, world_size, interleave):
+    """Raise on all ranks if one lacks room, before the others wait for it: rank 0 has most positions.
+
+    Lengths on a device are not read, which would wait for it.
+    """
+    shortest = longest = cache_seqlens
+    if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.numel() == 0 or not _library.can_be_read_at_once(cache_seqlens):
+            return
+        shortest, longest = map(int, cache_seqlens.aminmax())
+    checks.number("cache_seqlens", shortest, shortest >= 0, "at least 0")
+    capacity = k_cache.shape[1]
+    if isinstance(block_table, Tensor) and block_table.dim() == 2:
+        capacity *= block_table.shape[1]
+    whole, rest = divmod(longest + new, world_size * interleave)
+    found = whole * interleave + min(rest, interleave)
+    name = f"rank 0's part of cache_seqlens + seqlen_new = {longest + new} positions"
+    checks.number(name, found, found <= capacity, "at most the capacity of its cache, {}", capacity)
+
+
 def _rotated(q, k, cos, sin, lengths, interleaved, advances):
     """q and k, rotated by their positions; all queries by that of the first new key unless they advance."""
     if cos is None or sin is None or k is None:
@@ -194,7 +216,7 @@ def _append(k_cache, v_cache, k, v, lengths, owned, rows, rank, world_size, inte
     slots = owned(lengths)[:, None] + torch.arange(most, device=k.device)
     whole, rest = slots // interleave, slots % interleave
     token = whole * (world_size * interleave) + rank * interleave + rest - lengths[:, None]
-    is_new = token < new
+    is_new = (token < new) & (slots < capacity)  # a full cache, known on the device alone, keeps what it has
     # Slots that stay as they are get what they hold, each a place of its own: nothing waits for how many these are.
     slots = slots % capacity
     entries = torch.arange(batch, device=k.device)[:, None]

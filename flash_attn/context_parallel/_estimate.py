@@ -1,6 +1,6 @@
 """On paper: time and memory of a model whose sequences are divided among GPUs. Plain Python, without tensors.
 
-Symbols: S tokens of a sequence, P ranks, n = S / P, h and hk query and key heads, d head_dim. Attention is causal, keys
+Symbols: S tokens of a sequence, P ranks, n = S / P, T parts of a layer, w its width, h and hk query and key heads, d head_dim. Attention is causal, keys
 are bf16, contributions to their gradients float32. Each function is a formula, which tests compare with numbers
 computed by hand.
 """
@@ -145,15 +145,27 @@ def memory(model: Model, tokens: int, cp: int, tp: int, shards: int, options: Op
     }
 
 
+def tensor_parallel_bytes(model: Model, tokens: float, tp: int) -> float:
+    """24 n w (T - 1) / T of a layer: attention and MLP gather n x w activations and scatter their sums, in bf16.
+
+    That is 4 transfers in the forward, 4 in the backward, and 4 where blocks are computed again.
+    """
+    return 12 * 2.0 * tokens * model.width * (tp - 1) / tp
+
+
 def step_seconds(
     model: Model, machine: Machine, tokens: int, cp: int, tp: int, options: Options, best: Estimate | None = None
 ) -> float:
-    """Seconds of forward and backward of one sequence on cp * tp GPUs, blocks computed again in the backward."""
+    """Seconds of forward and backward of one sequence on cp * tp GPUs, blocks computed again in the backward.
+
+    Transfers of tensor parallelism count in full: products wait for them.
+    """
     best = best or max(attention(model, machine, tokens, cp, options), key=lambda each: each.efficiency[1])
     forward, backward = (sum(pair) for pair in zip(best.compute, best.exposed, strict=True))
     again = 0 if options.keep_attention else forward
     linear = 8 * model.parameters * tokens / (cp * tp) / machine.gemm / 1e12
-    return model.layers * (forward + again + backward) / tp * 1e-3 + linear
+    sums = model.layers * tensor_parallel_bytes(model, tokens / cp, tp) / link_of(machine, tp)[1] * 1e-9
+    return model.layers * (forward + again + backward) / tp * 1e-3 + linear + sums
 
 
 def longest(model: Model, machine: Machine, cp: int, tp: int, shards: int, options: Options) -> int:

@@ -1,12 +1,13 @@
 """How the tokens of a packed row are divided among ranks, and all that the layers of a model need to know of it."""
 
 import bisect
+import functools
 import hashlib
 import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,19 @@ from flash_attn.utils.distributed import all_gather, device_of, host_group
 METHODS = ("gather", "ulysses", "usp")
 _PLANS: "weakref.WeakValueDictionary[int, Plan]" = weakref.WeakValueDictionary()  # by the number in `Plan.handle`
 _NUMBERS = itertools.count()
+_HOST = torch.device("cpu")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _on_host(method: _Method) -> _Method:
+    """Decorate a method so that the tensors that it makes are on the CPU, whatever torch's default device is."""
+
+    @functools.wraps(method)
+    def wrapper(*args, **kwargs):
+        with _HOST:
+            return method(*args, **kwargs)
+
+    return cast(_Method, wrapper)
 
 
 class Launch(NamedTuple):
@@ -76,7 +90,7 @@ class Plan:
     Attributes:
         rank, world_size: of the group.
         layout, method: as chosen.
-        seqlens: list of ints. total: their sum. longest: the greatest of them.
+        seqlens: list of ints. total: their sum. longest: the greatest of them. is_packed: not just one that has tokens.
         tokens: how many tokens this rank has, padding included. own_tokens: without padding, which stands at the end.
         positions: int64 (tokens,), where each token stands in the packed row; -1 for padding.
         position_ids: int64 (tokens,), from 0 in each document, for rotary tables and learned positions; 0 for padding.
@@ -93,6 +107,7 @@ class Plan:
         >>> dist.destroy_process_group()
     """
 
+    @_on_host
     def __init__(
         self,
         seqlens: int | Sequence[int] | Tensor,
@@ -133,6 +148,7 @@ class Plan:
         self.position_ids = torch.where(own < 0, 0, own - starts[document]).to(device)
         self._starts = starts.to(device, torch.int32)
         self.longest = max(self.seqlens)
+        self.is_packed = sum(length > 0 for length in self.seqlens) != 1
         number = next(_NUMBERS)
         self.handle = torch.tensor(number)
         _PLANS[number] = self
@@ -173,6 +189,8 @@ class Plan:
             self._spans = spans_of(self.seqlens, self.world_size // ulysses, layout, self._granularity)
         every = self._positions_of_spans(self.world_size // ulysses)
         every = [part for own in every for part in own.tensor_split(ulysses)]
+        if self._mesh is not None:
+            every = [every[place] for place in _places_in(self._mesh.mesh)]
         self._counts = list(map(len, every))
         self._pad_to = None
         if pad_to is not None:
@@ -261,11 +279,12 @@ class Plan:
                 shifted = self.shift_labels(value.movedim(dim, -1)).movedim(-1, dim)
                 part["shift_labels"] = self.shard(shifted, dim, fill=-100)
             else:
-                part[name] = self.shard(value, dim)
+                part[name] = self.shard(value, dim, fill=-100 if name == "shift_labels" else 0)
         if "position_ids" not in part:
             part["position_ids"] = self.position_ids[None]
         return part
 
+    @_on_host
     def shift_labels(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
         """Returns the label of each token of the whole row: the next token of its document, or `ignore_index` for none.
 
@@ -286,11 +305,12 @@ class Plan:
             loss_sum * ranks / sum of count over the ranks
 
         DistributedDataParallel and FSDP average gradients over the ranks, which are then those of that mean. An average
-        of means would give more weight to tokens of ranks where many labels are ignored.
+        of means would give more weight to tokens of ranks where many labels are ignored. Where several batches make one
+        step, give each call the count of this rank's labels in all of them, and add the gradients.
 
         Arguments:
             loss_sum: the sum of this rank's losses.
-            count: over how many labels that was, an int or an integer tensor without dimensions.
+            count: over how many labels that was, or of the whole step, an int or an integer tensor without dimensions.
             group: the ranks over which gradients are averaged; None: the loss_group of the plan.
         """
         checks.tensor("loss_sum", loss_sum, shape=())
@@ -314,6 +334,7 @@ class Plan:
         ids = self.position_ids.to(cos.device)
         return cos.index_select(0, ids), sin.index_select(0, ids)
 
+    @_on_host
     def intervals(
         self, source: int | None = None, causal: bool = True, window_size: Sequence[int] = (-1, -1)
     ) -> tuple[Tensor, Tensor]:
@@ -347,6 +368,7 @@ class Plan:
         padding = positions < 0
         return first.masked_fill(padding, 0), end.masked_fill(padding, 0)
 
+    @_on_host
     def _index(self, name, device):
         """An index of rows on a device: "own", the positions of this rank; "slots", where `all_gather` puts each."""
         key = name, device
@@ -379,6 +401,7 @@ class Plan:
             self._schedules[key] = self._scheduled(window, chunk, batch, device)
         return self._schedules[key]
 
+    @_on_host
     def _scheduled(self, window, chunk, batch, device):
         starts = _layout.starts_of(self.seqlens, chunk)
         needed, intervals, pieces = [], [], []
@@ -432,6 +455,7 @@ class Plan:
             row += rows
         return launches
 
+    @_on_host
     def head_exchange(self, heads: int, heads_k: int, of_keys: bool, device: torch.device) -> HeadExchange:
         """Returns the exchange of "ulysses" for queries or for keys of these numbers of heads."""
         key = heads, heads_k, of_keys, device
@@ -532,6 +556,17 @@ def group_of(group: Any) -> dist.ProcessGroup:
 
 def _rank_and_size(group):
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _places_in(mesh: Tensor) -> list[int]:
+    """Returns where each rank of a mesh of two dimensions is, counted row by row, for its ranks in ascending order.
+
+    Groups number their ranks in ascending order, those of one dimension as well as that of both.
+    """
+    ordered = mesh[mesh[:, 0].argsort()][:, mesh[0].argsort()]
+    if any((ordered.diff(dim=dim) < 0).any() for dim in (0, 1)):
+        raise ArgumentError(f"group must have ranks in one order in all of its rows and columns, found {mesh.tolist()}")
+    return ordered.flatten().argsort().tolist()
 
 
 def _compare(group, text, raises=True):

@@ -59,9 +59,10 @@ def heads_to_seq(x: Tensor, group: Any) -> Tensor:
 
 def _exchange_of(group, tokens, heads, device):
     world_size = dist.get_world_size(group)
-    positions = torch.arange(tokens * world_size).view(world_size, -1).unbind()
-    parts = torch.arange(heads).view(world_size, -1).unbind()
-    return HeadExchange(group, dist.get_rank(group), positions, parts, heads, device)
+    with torch.device("cpu"):
+        positions = torch.arange(tokens * world_size).view(world_size, -1).unbind()
+        parts = torch.arange(heads).view(world_size, -1).unbind()
+        return HeadExchange(group, dist.get_rank(group), positions, parts, heads, device)
 
 
 class _Exchanged(torch.autograd.Function):

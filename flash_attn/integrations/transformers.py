@@ -20,7 +20,7 @@ created before the compiled graph, as by `generate`, keep their compact form.
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -233,6 +233,25 @@ def _refuse_with_plan(module, attention_mask, position_bias, sinks):
     for name, value in found.items():
         if value is not None:
             raise ArgumentError(f"{name} must be None with cp_plan, found {chunk or 'a ' + type(value).__name__}")
+    _refuse_model_with_plan(getattr(module, "config", None))
+
+
+_LAYERS_WITH_PLAN = ("full_attention", "sliding_attention", "attention", "moe")  # "moe": a layer without attention
+
+
+def _refuse_model_with_plan(config):
+    """Refuse models whose other layers need the whole row: they have the tokens of a rank, and would not say so."""
+    for name in ("layer_types", "layers_block_type"):
+        others = sorted({str(each) for each in getattr(config, name, None) or ()} - {*_LAYERS_WITH_PLAN})
+        if others:
+            raise ArgumentError(f"config.{name} must be of {', '.join(_LAYERS_WITH_PLAN)} with cp_plan, found {others}")
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(config, name, None) or {}
+        for options in (given, *given.values()):  # of all layers, or of each type of layer
+            kind = str(options.get("rope_type", options.get("type"))) if isinstance(options, Mapping) else ""
+            if kind == "longrope" or "dynamic" in kind:
+                what = "its frequencies depend on the longest position, and ranks have different ones"
+                raise ArgumentError(f"config.{name} must have another rope_type with cp_plan, found {kind!r}: {what}")
 
 
 def _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks):

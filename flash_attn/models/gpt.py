@@ -607,8 +607,10 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             inputs_embeds: (batch, seqlen, features of the word embeddings), instead of input_ids: what
                 get_input_embeddings()(input_ids) would give. Not with a group.
             cp_plan: a `flash_attn.context_parallel.Plan` of which input_ids are the tokens of this rank, (batch,
-                cp_plan.tokens): a row may hold several documents, and positions are those in them unless position_ids
-                says otherwise. Needs config.use_flash_attn; not with attention_mask or inference_params.
+                cp_plan.tokens): a row may hold several documents, and positions are those in them. position_ids may
+                differ from them for learned positions only: else they are an error on the CPU; on a GPU, where reading
+                them would wait for the device, the row becomes NaN. Needs config.use_flash_attn; not with
+                attention_mask or inference_params.
 
         Returns (batch, seqlen, features), with arbitrary values at padding; with a group and sequence_parallel, this
         process's part of (batch * seqlen, features).
@@ -620,7 +622,11 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         leftpad = fits = None
         if cp_plan is not None:
             _refuse_with_plan(attention_mask=attention_mask, inference_params=inference_params)
-            position_ids = cp_plan.position_ids.to(tokens.device) if position_ids is None else position_ids
+            if position_ids is None:
+                position_ids = cp_plan.position_ids.to(tokens.device)
+            elif self.embeddings.max_position_embeddings == 0:
+                _check_of_tokens("position_ids", position_ids, tokens)
+                fits = _as_planned(position_ids.expand_as(tokens), cp_plan)
         if attention_mask is not None:
             if inference_params is not None:
                 raise ValueError(
@@ -719,6 +725,19 @@ def _one_sequence(position_ids, attention_mask, is_learned):
         raise ValueError(
             f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, since attention "
             "does not separate several sequences in one row: give each a row of its own, "
+            f"found {position_ids[row].tolist()} in row {row}"
+        )
+    return fits
+
+
+def _as_planned(position_ids, plan):
+    """Whether each row has the positions of a plan, (batch,): rotary embeddings and ALiBi take those, and no others."""
+    own = plan.own_tokens
+    fits = (position_ids[:, :own] == plan.position_ids[:own].to(position_ids.device)).all(1)
+    if _library.can_be_read_at_once(position_ids) and not fits.all():
+        row = int((~fits).nonzero()[0])
+        raise ValueError(
+            "position_ids must be cp_plan.position_ids without learned positions, "
             f"found {position_ids[row].tolist()} in row {row}"
         )
     return fits

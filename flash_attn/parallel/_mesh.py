@@ -1,12 +1,13 @@
 """Meshes of processes, with one meaning for each dimension."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flash_attn import _torch_private
 from flash_attn._ops import checks
+from flash_attn.utils.distributed import backends_of, device_of
 
 _DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 _TOGETHER = {
@@ -48,7 +49,7 @@ def build_mesh(
         dp_shard: parts of them, besides cp. -1: what is left.
         cp: ranks of a sequence.
         tp: parts of each layer.
-        device_type: "cuda" or "cpu"; None: that of the default group's backend.
+        device_type: "cuda" or "cpu"; None: where the default group exchanges tensors.
 
     Raises:
         ValueError: the sizes are not those of the number of processes.
@@ -72,10 +73,10 @@ def build_mesh(
     found = f"dp_replicate * dp_shard * cp * tp = {others * dp_shard}"
     if dp_shard < 1 or others * dp_shard != world_size:
         raise ValueError(f"the sizes must make the number of processes, {world_size}, found {found}")
-    nccl = "nccl" in dist.get_backend()
-    device_type = ("cuda" if nccl else "cpu") if device_type is None else device_type
+    if device_type is None:
+        device_type = device_of(cast(dist.ProcessGroup, dist.group.WORLD)).type
     override: Any = None
-    if nccl and cp > 1:
+    if cp > 1 and device_type == "cuda" and backends_of().get("cuda") == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         override = {"cp": ("nccl", options)}

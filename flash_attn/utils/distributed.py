@@ -174,7 +174,7 @@ def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> N
     submodules. With a group that only sends between GPUs (NCCL), the parameters of a model that is still on the CPU are
     copied through the GPU, one at a time.
     """
-    only_gpus = dist.get_backend(process_group) == "nccl"
+    only_gpus = "cpu" not in backends_of(process_group)
     for _, parameter in _tagged(model, "_shared_params"):
         with torch.no_grad():
             sent = parameter.cuda() if only_gpus else parameter
@@ -258,7 +258,7 @@ def host_group(process_group: ProcessGroup) -> ProcessGroup:
 
     The first call for another group must be made by all its processes: it makes one with gloo, which is kept.
     """
-    if dist.get_backend(process_group) != "nccl":
+    if "cpu" in backends_of(process_group):
         return process_group
     if process_group not in _HOST_GROUPS:
         ranks = dist.get_process_group_ranks(process_group)
@@ -268,6 +268,14 @@ def host_group(process_group: ProcessGroup) -> ProcessGroup:
 
 def device_of(process_group: ProcessGroup) -> torch.device:
     """Returns where process_group exchanges tensors: on the CPU with gloo alone, else on the current GPU."""
-    if dist.get_backend(process_group) != "gloo" and torch.cuda.is_available():
+    if backends_of(process_group).get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def backends_of(process_group: ProcessGroup | None = None) -> dict[str, str]:
+    """Returns the backend of each type of device: {"cpu": "gloo", "cuda": "nccl"}. None: of the default group.
+
+    The name of a group's backend does not tell: it is "undefined" for one that was made without a name.
+    """
+    return dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))

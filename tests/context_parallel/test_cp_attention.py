@@ -10,7 +10,7 @@ from cases import cover
 from compare import assert_error_ratio
 from oracle import attention
 from processes import ON_GPUS, over_processes
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flash_attn import flash_attn_func
 from flash_attn.context_parallel import (
@@ -302,6 +302,27 @@ def check_compiled(group):
                 torch.testing.assert_close(x, y)
 
 
+def check_graphs(group):
+    """Plans of other numbers of documents run the graphs of those before."""
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph
+
+    for method in ("gather", "ulysses"):
+        torch.compiler.reset()
+        frames.clear()
+        compiled = torch.compile(lambda x, plan: cp_attn_func(x, x, x, causal=True, plan=plan), backend=backend)
+        counts = []
+        for seqlens in ([11, 13], [5, 6, 13], [1, 2, 3, 18], [4] * 6, [2] * 12):
+            plan = Plan(seqlens, group, method=method, layout="contiguous", granularity=1)
+            x = torch.randn(1, plan.tokens, 2, 16)
+            torch.testing.assert_close(compiled(x, plan), cp_attn_func(x, x, x, causal=True, plan=plan))
+            counts.append(len(frames))
+        assert counts[-1] == counts[2], f"{method}: {counts}"
+
+
 def check_checkpoint(group):
     """Recomputed in the backward, with another plan in between."""
     plan, other = Plan(24, group, granularity=1), Plan([3, 21], group, granularity=1)
@@ -424,6 +445,29 @@ def test_over_three(check):
 
 def test_compiled():
     over_processes(2, check_compiled)
+
+
+def test_graphs_serve_other_numbers_of_documents():
+    over_processes(2, check_graphs)
+
+
+def check_meshes(group):
+    """The ranks of a mesh may stand in any order that its rows and columns share."""
+    expected = None
+    for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 2], [1, 0]], [[2, 0], [3, 1]]):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("ring", "ulysses"))
+        plan = Plan([9, 20], mesh, granularity=1)
+        found = [plan.unshard(plan.shard(torch.arange(29), dim=0), dim=0)]
+        found += [plan.unshard(x) for x in (run(plan, causal=True)[0], *run(plan, causal=True)[2:])]
+        expected = expected or found
+        torch.testing.assert_close(found, expected, msg=f"{ranks}")
+    mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("ring", "ulysses"))
+    with pytest.raises(ValueError, match=r"group must have ranks in one order .* found \[\[0, 3\], \[2, 1\]\]"):
+        Plan(24, mesh)
+
+
+def test_meshes_in_other_orders():
+    over_processes(4, check_meshes)
 
 
 def check_fetched(group):

@@ -9,7 +9,7 @@ from cases import cover
 from processes import ON_GPUS, over_processes
 
 from flash_attn import flash_attn_with_kvcache
-from flash_attn.context_parallel import cp_attn_with_kvcache
+from flash_attn.context_parallel import _decode, cp_attn_with_kvcache
 from flash_attn.utils.distributed import device_of
 
 MASKS = {
@@ -136,6 +136,36 @@ def check_pages(group):
 
 def test_pages_and_errors():
     over_processes(2, check_pages)
+
+
+def check_full(group):
+    """All ranks refuse a new key for which rank 0 has no room, and no cache is written."""
+    q = torch.ones(2, 1, HEADS, DIM)
+    k = v = torch.ones(2, 1, HEADS_K, DIM)
+    caches = [torch.zeros(2, 8, HEADS_K, DIM) for _ in range(2)]
+    options = dict(group=group, causal=True)
+    for length in (16, torch.tensor([3, 16]), torch.tensor([16, 3], dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"rank 0's part of .* = 17 positions must be at most .* 8, found 9"):
+            cp_attn_with_kvcache(q, *caches, k, v, cache_seqlens=length, **options)
+    with pytest.raises(ValueError, match="cache_seqlens must be at least 0, found -1"):
+        cp_attn_with_kvcache(q, *caches, k, v, cache_seqlens=torch.tensor([-1, 3]), **options)
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    pages = [torch.zeros(4, 4, HEADS_K, DIM) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"rank 0's part of .* = 17 positions must be at most .* 8, found 9"):
+        cp_attn_with_kvcache(q, *pages, cache_seqlens=17, block_table=table, **options)
+    assert not any(cache.any() for cache in caches)
+
+
+def test_full_caches_are_refused_on_all_ranks():
+    over_processes(2, check_full)
+
+
+def test_full_caches_keep_what_they_hold():
+    """Also where lengths are on a device, and are not read."""
+    caches = [torch.zeros(1, 8, HEADS_K, DIM) for _ in range(2)]
+    new = torch.ones(1, 2, HEADS_K, DIM)
+    _decode._append(*caches, new, new, torch.tensor([7]), lambda lengths: lengths, None, 0, 1, 1)
+    assert all(cache[:, 7].eq(1).all() and not cache[:, :7].any() for cache in caches)
 
 
 def test_sequences_without_keys_give_nothing():

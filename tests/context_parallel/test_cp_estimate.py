@@ -70,6 +70,19 @@ def test_a_step():
     assert again - step == pytest.approx(32 * 9.007e15 / 741e12 / 4, rel=2e-3)
 
 
+def test_tensor_parallelism_is_not_free():
+    # 12 transfers of half of 262144 x 4096 x 2 bytes in each of 32 layers, at 360 GB/s
+    assert (
+        estimate.tensor_parallel_bytes(MODEL, M / 4, 2) == 12 * 2**18 * 4096 * 2 / 2 == pytest.approx(12.9e9, rel=1e-2)
+    )
+    one, two = (estimate.step_seconds(MODEL, MACHINE, M, 4, tp, OPTIONS) for tp in (1, 2))
+    assert two - one / 2 == pytest.approx(32 * 12 * 2**30 / 360e9, rel=0.02)
+    slow = estimate.step_seconds(MODEL, MACHINE._replace(per_node=1), M, 1, 2, OPTIONS)
+    assert slow - estimate.step_seconds(MODEL, MACHINE, M, 1, 2, OPTIONS) == pytest.approx(
+        32 * 12 * 2**32 * (1 / 43e9 - 1 / 360e9), rel=1e-3
+    )
+
+
 def test_what_fits():
     options = OPTIONS._replace(offload=True)
     longest = estimate.longest(MODEL, MACHINE, 4, 1, 4, options)

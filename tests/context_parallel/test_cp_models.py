@@ -137,6 +137,12 @@ def check_gpt(group):
         logits = model(batch["input_ids"], cp_plan=plan).logits
         alone = [whole(x).logits for x in ids.split(SEQLENS, 1) if x.shape[1]]
         torch.testing.assert_close(plan.unshard(logits), torch.cat(alone, 1), rtol=1e-3, atol=1e-3)
+        if name == "llama":
+            others = dict(batch, position_ids=torch.arange(plan.tokens, device=device)[None])
+            with pytest.raises(
+                ValueError, match=r"position_ids must be cp_plan.position_ids without learned positions"
+            ):
+                model(**others, cp_plan=plan)
         loss = model(**batch, cp_plan=plan).loss
         loss.backward()
         mean = loss.detach().clone()

@@ -1,6 +1,7 @@
 """The functions of ring-flash-attention compute attention of one process, on its divisions of tokens."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,8 +112,23 @@ def check_llama3(group):
         names.llama3_flash_attn_varlen_func(q, k, v, *lengths, 3, keys)
     with pytest.raises(ValueError, match="dropout_p and alibi_slopes must be left out"):
         names.llama3_flash_attn_varlen_func(q, k, v, *lengths, 1, keys, 0.5)
+    with pytest.raises(ValueError, match=r"window_size must be \(-1, -1\) without causal here, found \(3, 2\)"):
+        names.llama3_flash_attn_varlen_func(q, k, v, *lengths, 1, keys, window_size=(3, 2))
     with pytest.raises(ValueError, match=r"cu_seqlens\[-1\] must be divisible by world_size, 3, found 40"):
         names.llama3_flash_attn_prepare_cu_seqlens(starts, True, 0, 3)
+
+
+def check_lengths(group):
+    """A tensor of lengths that was written to is read again."""
+    *inputs, _ = tensors(20)
+    starts = torch.tensor([0, 6, 20])
+    for change in (starts, torch.tensor([0, 14, 20])):
+        starts.copy_(change)
+        found = names.ring_flash_attn_varlen_func(*inputs, starts, 20, causal=True, group=group)
+        expected = names.ring_flash_attn_varlen_func(*inputs, starts.clone(), 20, causal=True, group=group)
+        assert torch.equal(found, expected)
+        with torch.inference_mode():
+            assert names._lengths(starts.clone()) == tuple(starts.diff().tolist())
 
 
 def check_transformers(group):
@@ -136,13 +152,26 @@ def check_transformers(group):
                 *inputs, starts, starts, 16, 16, softmax_scale=0.2, causal=True, window_size=width
             )
             torch.testing.assert_close(out[0], whole.chunk(world_size)[rank])
+        for change, match in [
+            (dict(s_aux=torch.ones(4)), "s_aux must be None here, found a Tensor"),
+            (dict(position_bias=torch.ones(1)), "position_bias must be None here, found a Tensor"),
+            (dict(softcap=2.0), "softcap must be None here, found 2.0"),
+            (dict(attention_mask=torch.ones(1, 40)), "attention_mask must be None here, found a Tensor"),
+            (dict(is_causal=False), "is_causal must be True here, found False"),
+            (dict(module=SimpleNamespace(is_causal=False)), "is_causal must be True here, found False"),
+            (dict(query=torch.cat([q, q])), r"query.shape\[0\] must be 1"),
+        ]:
+            with pytest.raises(ValueError, match=match):
+                attention(**dict(module=None, query=q, key=k, value=v, attention_mask=None) | change)
     finally:
         names._OF_BATCH.clear()
         AttentionInterface.register("flash_attention_2", before)
 
 
 @pytest.mark.parametrize(
-    "check", [check_dense, check_varlen, check_llama3, check_transformers], ids=lambda check: check.__name__
+    "check",
+    [check_dense, check_varlen, check_llama3, check_lengths, check_transformers],
+    ids=lambda check: check.__name__,
 )
 def test_over_two(check):
     over_processes(2, check)

@@ -1,5 +1,7 @@
 """Models of transformers under a plan: logits and gradients of one process, with windows and sinks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +68,24 @@ def check_refused(group):
     module.config = transformers.LlamaConfig(attention_chunk_size=4)
     with pytest.raises(ValueError, match=r"config.attention_chunk_size must be None with cp_plan, found 4"):
         attention(module, q, q, q, None, cp_plan=plan)
+    rope = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    factors = dict(rope, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+    factors["original_max_position_embeddings"] = 8
+    nested = SimpleNamespace(rope_parameters=dict(sliding_attention=dict(rope_type="default"), full_attention=factors))
+    for config, match in [
+        (transformers.LlamaConfig(**SIZES, rope_parameters=rope), "must have another rope_type .*, found 'dynamic'"),
+        (transformers.LlamaConfig(**SIZES, rope_parameters=factors), "must have another rope_type .* 'longrope'"),
+        (nested, r"config.rope_parameters must have another rope_type with cp_plan, found 'longrope'"),
+        (SimpleNamespace(rope_scaling=dict(type="dynamic")), r"config.rope_scaling must have another rope_type"),
+        (
+            transformers.Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+            r"config.layer_types must be .* \['conv'\]",
+        ),
+        (SimpleNamespace(layers_block_type=["mamba", "attention"]), r"config.layers_block_type .* \['mamba'\]"),
+    ]:
+        module.config = config
+        with pytest.raises(ValueError, match=match):
+            attention(module, q, q, q, None, cp_plan=plan)
 
 
 def test_what_is_refused():

@@ -1,6 +1,7 @@
 """Tokens in chunks, attention that is not computed again, meshes, and parameters as DTensors."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from flash_attn.context_parallel import Plan
 from flash_attn.models.gpt import GPTLMHeadModel
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import GatedMlp, Mlp
-from flash_attn.parallel import build_mesh, chunked, set_mlp_chunks, to_dtensor
+from flash_attn.parallel import _mesh, build_mesh, chunked, set_mlp_chunks, to_dtensor
 from flash_attn.utils.recompute import keep_attention
 
 
@@ -211,6 +212,21 @@ def check_mesh(group):
     ]:
         with pytest.raises(ValueError, match=match):
             build_mesh(**options)
+
+
+def test_a_mesh_is_where_the_default_group_exchanges_tensors(monkeypatch):
+    """On GPUs also for a group without the name of a backend, and then with streams of high priority for cp."""
+    made = []
+    monkeypatch.setattr(_mesh, "init_device_mesh", lambda *args, **options: made.append((args, options)) or {})
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(_mesh, "device_of", lambda group: torch.device("cuda"))
+    monkeypatch.setattr(_mesh, "backends_of", lambda: dict(cpu="gloo", cuda="nccl"))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    for device, expected in ((None, "cuda"), ("cuda", "cuda"), ("cpu", "cpu")):
+        with pytest.raises(KeyError):
+            build_mesh(cp=2, device_type=device)
+        (found, *_), options = made.pop()
+        assert found == expected and ("cp" in (options["backend_override"] or {})) == (expected == "cuda")
 
 
 def check_dtensors(group, folder):

@@ -142,6 +142,19 @@ def test_the_layout_follows_documents_and_method():
     )
 
 
+def test_plans_are_made_on_the_host():
+    """Whatever torch's default device is."""
+    with torch.device("meta"):
+        (plan,) = plans([5, 3], 1, granularity=1)
+        first, end = plan.intervals()
+        labels = plan.shift_labels(torch.arange(8, device="cpu"))
+        schedule = plan.schedule((-1, 0), 0, 1, torch.device("cpu"))
+        assert plan.shard(torch.arange(8, device="cpu"), dim=0).tolist() == list(range(8))
+    assert plan.handle.device == plan.positions.device == first.device == labels.device == torch.device("cpu")
+    assert schedule.launches[0].lengths["cu_seqlens_q"].tolist() == [0, 5, 8]
+    assert first.tolist() == 5 * [0] + 3 * [5] and end.tolist() == list(range(1, 9))
+
+
 def test_zigzag_is_that_of_other_libraries():
     """With granularity=1: chunk r, then 2P-1-r, of chunks that divide the row evenly."""
     each = torch.arange(24).chunk(6)
@@ -167,6 +180,13 @@ def test_a_batch_is_sharded():
     assert parts[1]["shift_labels"].tolist() == [[6, 7, 8, 9, -100, -100]]
     assert parts[0]["position_ids"].tolist() == [[0, 1, 2, 3, 0, 0]]
     assert parts[0]["name"] == "x" and parts[0]["all"] is ids
+
+
+def test_labels_that_are_shifted_already_are_padded_with_none():
+    labels = torch.arange(10)[None]
+    batch = dict(shift_labels=labels, mask=labels)
+    parts = [plan.shard_batch(batch) for plan in plans([4, 6], 2, layout="contiguous", pad_to=6, granularity=1)]
+    assert parts[0]["shift_labels"].tolist() == [[0, 1, 2, 3, 4, -100]] and parts[1]["mask"][0, -1] == 0
 
 
 def test_rotary_rows_are_those_of_positions():

@@ -860,6 +860,7 @@ SIGNATURES = {
         "sync_shared_params": "model, process_group",
         "allreduce_sequence_parallel_grad": "model, process_group",
         "get_dim_for_local_rank": "dim, world_size, local_rank, multiple_of=1",
+        "backends_of": "process_group=None",
         "host_group": "process_group",
         "device_of": "process_group",
     },

@@ -290,3 +290,32 @@ def test_errors_of_dim_for_local_rank(arguments, error, message):
 def test_autograd_functions():
     for name in ("AllGatherFunc", "ReduceScatterFunc", "AllReduceFunc"):
         assert issubclass(getattr(distributed, name), torch.autograd.Function)
+
+
+@pytest.mark.parametrize(
+    "backends, device, has_host",
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", True),
+        ("cpu:gloo", "cpu", True),
+        ("cuda:nccl", "cuda", False),
+        ("cpu:gloo,cuda:nccl", "cuda", True),  # also what a group has that is made without the name of a backend
+    ],
+)
+def test_where_a_group_exchanges_tensors(monkeypatch, backends, device, has_host):
+    group, made = type("Group", (), {})(), object()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: made)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert distributed.device_of(group).type == device
+    assert distributed.host_group(group) is (group if has_host else made)
+
+
+def test_backends_of_a_group_without_a_name(tmp_path):
+    dist.init_process_group(init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        assert distributed.backends_of()["cpu"] == "gloo"
+        assert distributed.host_group(dist.group.WORLD) is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

@@ -12,7 +12,8 @@
 | `llama3_flash_attn_varlen_*` | one part of a row of documents |
 
 Each computes what `flash_attn.flash_attn_func` computes for the whole sequence, windows included, by gathered keys, and
-not by a ring: see `flash_attn.context_parallel.cp_attn_func`. Dropout and ALiBi are refused. New code should make a
+not by a ring: see `flash_attn.context_parallel.cp_attn_func`. Dropout and ALiBi are refused, and so are windows that
+are not causal in `llama3_*`. New code should make a
 `flash_attn.context_parallel.Plan`: functions with cu_seqlens read it from its device once for each new tensor, and with
 zigzag they call attention once for each document.
 """
@@ -56,7 +57,7 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_kvpacked_func",
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
-_LENGTHS = WeakIdKeyDictionary()  # of cu_seqlens that were read
+_LENGTHS = WeakIdKeyDictionary()  # of cu_seqlens that were read: their versions and lengths
 
 
 def _attend(plan, q, k, v, dropout_p, scale, causal, window, slopes, deterministic, return_attn_probs):
@@ -130,11 +131,15 @@ def _varlen(layout: str) -> tuple[Callable, Callable, Callable]:
 
 
 def _lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """The lengths of documents, read once from each tensor."""
+    """The lengths of documents, read once from each tensor, and again when it has been written to."""
     checks.tensor("cu_seqlens", cu_seqlens, dtypes=checks.INTEGER_DTYPES)
-    if cu_seqlens not in _LENGTHS:
-        _LENGTHS[cu_seqlens] = tuple(cu_seqlens.diff().tolist())
-    return _LENGTHS[cu_seqlens]
+    if cu_seqlens.is_inference():  # it does not count what is written to it
+        return tuple(cu_seqlens.diff().tolist())
+    version, lengths = _LENGTHS.get(cu_seqlens, (None, ()))
+    if version != cu_seqlens._version:
+        version, lengths = cu_seqlens._version, tuple(cu_seqlens.diff().tolist())
+        _LENGTHS[cu_seqlens] = version, lengths
+    return lengths
 
 
 def _packed(func: Callable) -> tuple[Callable, Callable]:
@@ -227,12 +232,15 @@ def llama3_flash_attn_varlen_func(
             `llama3_flash_attn_prepare_cu_seqlens` returns them.
         heads_k_stride: how many key heads are gathered at a time; it must divide their number.
         dropout_p, alibi_slopes: must be left out.
-        softmax_scale, causal, window_size, deterministic: as in `flash_attn.flash_attn_varlen_func`.
+        softmax_scale, causal, window_size, deterministic: as in `flash_attn.flash_attn_varlen_func`; windows only with
+            causal.
         return_attn_probs: return (out, softmax_lse, None).
         group: a ProcessGroup; None: the default one.
     """
     if dropout_p or alibi_slopes is not None:
         raise ArgumentError("dropout_p and alibi_slopes must be left out where keys are gathered, found one of them")
+    if not causal and max(checks.window(window_size)) >= 0:  # keys go on to the document's end, rows do not
+        raise ArgumentError(f"window_size must be (-1, -1) without causal here, found {tuple(window_size)}: use Plan")
     group = _group(group)
     heads_k = k.shape[1]
     fits = heads_k_stride > 0 and heads_k % heads_k_stride == 0
@@ -270,6 +278,7 @@ class _Gathered(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 # transformers
 
+_NEVER_TAKEN = ("softcap", "attention_mask", "s_aux", "sinks", "position_bias", "head_mask", "cache")
 _OF_BATCH: dict[str, Any] = {}  # what `update_ring_flash_attn_params` has set
 
 
@@ -280,6 +289,8 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
 
     Arguments:
         process_group: the ranks. heads_k_stride: as in `llama3_flash_attn_varlen_func`.
+
+    Models with sinks, softcap, masks, a position bias, or attention that is not causal raise an error that names it.
     """
     from transformers import AttentionInterface
 
@@ -293,12 +304,21 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
-        **_: Any,
+        is_causal: bool | None = None,
+        **rest: Any,
     ) -> tuple[Tensor, None]:
         if not _OF_BATCH:
             raise RuntimeError("update_ring_flash_attn_params must be called before the model")
-        if softcap:
-            raise ArgumentError(f"softcap must be None here, found {softcap}: use flash_attn.integrations.transformers")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        needed = "use flash_attn.integrations.transformers"
+        for name, given in (("softcap", softcap or None), ("attention_mask", attention_mask), *rest.items()):
+            if name in _NEVER_TAKEN and given is not None:
+                found = given if isinstance(given, float) else f"a {type(given).__name__}"
+                raise ArgumentError(f"{name} must be None here, found {found}: {needed}")
+        if not is_causal:
+            raise ArgumentError(f"is_causal must be True here, found {is_causal}: {needed}")
+        checks.number("query.shape[0]", query.shape[0], query.shape[0] == 1, "1, a row of documents")
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         options = dict(dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=window, group=process_group)

@@ -138,6 +138,24 @@ class MeshStrategy(DDPStrategy):
             scaler._unscale_grads_ = functools.partial(_unscale_together, type(scaler)._unscale_grads_, scaler)
         self.prepare(trainer)
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._seed_dropout()
+
+    def _seed_dropout(self) -> None:
+        """Give processes that share a sequence seeds of their own: equal ones would drop the same of all their tokens.
+
+        Weights and the order of samples have been drawn by now. A resumed run has the seeds of its checkpoint, unless
+        that was of another division. Processes that share tokens, by tensor parallelism, keep equal seeds.
+        """
+        ranks, size = self.context_parallel_size, self.tensor_parallel_size
+        if ranks == 1:
+            return
+        seed, rank = torch.initial_seed(), self.global_rank // size % ranks
+        seeds = checkpoints.gather(seed)
+        if seed in (seeds[self.global_rank - before * size] for before in range(1, rank + 1)):
+            torch.manual_seed(seed + rank)
+
     def _save_memory(self) -> None:
         """Set how the models' blocks are computed, and refuse what only these models have."""
         found = tensor_parallel.models(self.lightning_module)

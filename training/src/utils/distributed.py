@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flash_attn.utils.distributed import device_of
+
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,  # gloo has no mean: the sum is divided afterwards
@@ -68,8 +70,8 @@ def all_reduce_item(value: float, op: str = "sum") -> float:
         raise ValueError(f"op must be one of {', '.join(_OPS)}, found {op!r}")
     if not _in_group():
         return value
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-    tensor = torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64, device=device)
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    tensor = torch.tensor(value, dtype=dtype, device=device_of(dist.group.WORLD))
     dist.all_reduce(tensor, _OPS[op])
     return tensor.item() / get_world_size() if op == "mean" else tensor.item()
 

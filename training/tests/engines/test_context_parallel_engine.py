@@ -30,6 +30,7 @@ class Losses(L.Callback):
 
     def on_train_batch_end(self, trainer, module, *args):
         self.losses.append(float(trainer.callback_metrics["train/loss_step"]))
+        self.seed = torch.initial_seed()
 
     def on_train_epoch_end(self, trainer, module):
         self.tokens = int(trainer.callback_metrics["train/num-tokens_epoch"])
@@ -114,6 +115,9 @@ def check_steps(group, folder, one):
         assert_as_one(task, one)
         assert found.losses == pytest.approx(torch.load(one / "end.pt")[1], rel=1e-4)
         assert found.tokens == STEPS * BATCH * tiny.SEQLEN
+        seeds = [None] * group.size()
+        dist.all_gather_object(seeds, found.seed, group=group)
+        assert len({*seeds[:2]}) == 2 and seeds[0] == 1, "dropout of the tokens of two ranks would be the same"
     for wrong, match in [
         (dict(cp=3), "context_parallel_size must divide the number of processes over tensor_parallel_size"),
         (dict(recompute="all"), "recompute must be one of none, block, found 'all'"),
