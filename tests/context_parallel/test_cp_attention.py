@@ -59,7 +59,7 @@ def tensors(case, head_dim, device):
 
     q, dout = randn(batch, total, heads, head_dim), randn(batch, total, heads, head_dim)
     k, v = randn(batch, total, heads_k, head_dim), randn(batch, total, heads_k, head_dim)
-    sink = randn(heads) if case["sink"] else None
+    sink = randn(heads).float() if case["sink"] else None  # float32, so that parts of its gradient are not rounded
     return q, k, v, sink, dout, torch.randn(batch, heads, total, generator=generator).to(device)
 
 
