@@ -141,7 +141,6 @@ def backward(
     rng_state: Tensor | None = None,
     dlse: Tensor | None = None,
     given: FeatureArguments | None = None,
-    contributions: bool = False,
     **options: Any,
 ) -> Tensor:
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
@@ -156,7 +155,6 @@ def backward(
     dlse: the gradient of softmax_lse; None means 0.
     given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
         A bias gets no gradient here.
-    contributions: whether dk and dv are what `new_contribution` makes.
     options: fields of `Options`; None means the default.
     """
     names = "q", "k", "v"
@@ -173,8 +171,7 @@ def backward(
     shape = (*q.shape[:-1], v.shape[-1])
     shapes = {"dout": shape, "out": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
     for (name, expected), value in zip(shapes.items(), (dout, out, dq, dk, dv), strict=True):
-        dtype = _dtype_of_contributions(q) if contributions and name in ("dk", "dv") else q.dtype
-        checks.tensor(name, value, dtypes=(dtype,), shape=tuple(expected), device=q.device)
+        checks.tensor(name, value, dtypes=(q.dtype,), shape=tuple(expected), device=q.device)
     checks.own_memory(dq=dq, dk=dk, dv=dv)
     lse_shape = _lse_shape(q, options.get("cu_seqlens_q"))
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
@@ -191,18 +188,6 @@ def backward(
     for target, grad in zip((dq, dk, dv), grads, strict=True):
         target.copy_(grad)
     return softmax_lse.new_empty(0)
-
-
-def new_contribution(x: Tensor) -> Tensor:
-    """An empty tensor for what `backward` gives of the gradient of keys or values `x`, which is added to other parts.
-
-    It has float32, in which a part loses nothing; where a kernel writes it, the dtype of `x`, to which it is rounded.
-    """
-    return torch.empty_like(x, dtype=_dtype_of_contributions(x))
-
-
-def _dtype_of_contributions(x):
-    return x.dtype if x.dtype in KERNEL_DTYPES and _library.runs_in_kernel("bwd", x) else torch.float32
 
 
 def decode(

@@ -2,7 +2,8 @@
 
     gather     each rank fetches the keys that its rows see, some heads at a time while it computes those before, and
                calls attention once for each chunk of its rows; the gradients of keys, of which a kernel rounds each
-               part to 16 bits, are summed in float32 on the way home. Saved are q, k, v, out and softmax_lse of the rank's own rows, so the backward fetches keys again.
+               part to 16 bits, are summed in float32 on the way home. Saved are q, k, v, out and softmax_lse of the
+               rank's own rows, so the backward fetches keys again.
     ulysses    ranks exchange tokens for heads; each calls attention once, for some heads of the whole row.
 
 The two methods are one op each way for torch.compile: a graph has the number of the plan as a tensor, so another plan
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn, invariance, rng
 from flash_attn._ops.flash_attn_features import SINK_DTYPES, FeatureArguments
@@ -335,7 +337,18 @@ def _gathered_attention(q, k, v, sink, plan, softmax_scale, window, softcap, chu
     groups = plan.groups_of_heads(k.shape[2], head_bytes)
     fits = k.shape[2] % groups == 0
     checks.number("head_groups of the plan", groups, fits, "a divisor of the heads of k, {}", k.shape[2])
-    return _gather(q, k, v, sink, plan.handle, softmax_scale, *window, softcap, chunk, groups, deterministic)
+    options = plan.handle, softmax_scale, *window, softcap, chunk, groups, deterministic
+    if q.dtype in flash_attn.KERNEL_DTYPES and not _has_kernel(q):  # out is kept in float32, and so are sums
+        out, lse = _gather(q.float(), k.float(), v.float(), sink, *options)
+        return out.to(q.dtype), lse
+    return _gather(q, k, v, sink, *options)
+
+
+def _has_kernel(q):
+    """Whether kernels compute attention of q, as far as a graph may know it."""
+    if torch.compiler.is_compiling():
+        return _library.is_where_kernels_run(q)
+    return _library.runs_in_kernel("bwd", q)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::gather", mutates_args=())
@@ -412,8 +425,6 @@ def _gather_backward(
     dq, dk, dv = (torch.zeros_like(x) if own_tokens < x.shape[1] else torch.empty_like(x) for x in (q, k, v))
     heads, heads_k = (x.shape[2] // groups for x in (q, k))
     options = dict(softcap=softcap, deterministic=deterministic)
-    is_sum = the_plan.world_size > 1 or len(schedule.launches) > 1
-    new_gradient = flash_attn.new_contribution if is_sum else torch.empty_like
 
     def arrive(i: int, wait: Callable[[], Tensor]) -> None:
         """Take the sums of group i that have come home."""
@@ -434,11 +445,11 @@ def _gather_backward(
             part_lse = _packed_lse(softmax_lse[:, own, launch.rows], launch)
             part_dlse = None if dlse is None else _packed_lse(dlse[:, own, launch.rows], launch)
             grad_q = torch.empty_like(row_tensors[1])
-            grad_k, grad_v = (new_gradient(x) for x in (part_k, part_v))
+            grad_k, grad_v = (torch.empty_like(x) for x in (part_k, part_v))
             given = FeatureArguments(key_ranges=launch.key_ranges)
             flash_attn.backward(
                 row_tensors[0], row_tensors[1], part_k, part_v, row_tensors[2], part_lse, grad_q, grad_k, grad_v,
-                softmax_scale, False, launch.window, None, part_dlse, given, is_sum, **options, **launch.lengths,
+                softmax_scale, False, launch.window, None, part_dlse, given, **options, **launch.lengths,
             )  # fmt: skip
             for total, grad in zip(totals, (grad_k, grad_v), strict=True):
                 total[:, launch.keys] += grad if not launch.lengths else grad.unflatten(0, (batch, -1))

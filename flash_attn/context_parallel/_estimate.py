@@ -1,8 +1,8 @@
 """On paper: time and memory of a model whose sequences are divided among GPUs. Plain Python, without tensors.
 
-Symbols: S tokens of a sequence, P ranks, n = S / P, T parts of a layer, w its width, h and hk query and key heads, d head_dim. Attention is causal, keys
-are bf16, contributions to their gradients float32. Each function is a formula, which tests compare with numbers
-computed by hand.
+Symbols: S tokens of a sequence, P ranks, n = S / P, h and hk query and key heads, d head_dim, w the width of a layer
+divided into T parts. Attention is causal, keys are bf16, contributions to their gradients float32. Each function is a
+formula, which tests compare with numbers computed by hand.
 """
 
 import csv

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from flash_attn import _library
 from flash_attn._ops import autograd, checks, fused_dense, invariance, linear, xentropy
 from flash_attn.utils.distributed import all_gather
 
@@ -297,7 +296,7 @@ class Deferred(torch.autograd.Function):
             each = None if scale is None else scale[rows]
             rule.overwrite(logits, y, each, [x[rows] for x in stored], [x[rows] for x in incoming], head)
 
-        with _library.without_autocast(hidden):  # as in the forward, which has cast what it multiplies
+        with fused_dense.without_autocast(hidden):  # as in the forward, which has cast what it multiplies
             run(hidden, weight, bias, labels, kept, head, overwrite, gradients)
         return *rounded(gradients.finish(), gradients.dtypes), *(None,) * 5
 

@@ -34,7 +34,10 @@ UNUSED, RESHARD = "trainer.strategy.find_unused_parameters", "trainer.strategy.r
         ),
         (
             ["experiment=tiny/text", "strategy.reshard_after_forward=false"],
-            [f"strategy.reshard_after_forward: there is {RESHARD} with strategy=fsdp or strategy=fsdp-tp or "],
+            [
+                f"strategy.reshard_after_forward: there is {RESHARD} with strategy=fsdp or strategy=fsdp-tp or "
+                "strategy=long."
+            ],
         ),
         (
             ["experiment=tiny/text", "strategy=fsdp", f"{UNUSED}=true", f"{RESHARD}=true"],
