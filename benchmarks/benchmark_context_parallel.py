@@ -77,7 +77,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of forward and backward."""
+        """Floating-point operations of forward and backward: 3.5 times the two products of the forward."""
         pairs = sum(
             n * (n + 1) / 2
             if self.window < 0

@@ -8,7 +8,8 @@
 
 namespace flash {
 
-// What to do about an error that is not of the code: the library was built for other GPUs, or by a newer CUDA.
+// What the user can do about an error that comes from how the library was built: for other GPUs, or by a CUDA that is
+// newer than the driver. Empty for other errors.
 inline const char* advice_for(cudaError_t status) {
   switch (status) {
     case cudaErrorNoKernelImageForDevice:

@@ -23,7 +23,8 @@ inline int current_device() {
 
 inline int num_multiprocessors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// What a block can have on every GPU from compute capability 8.0 on: 8.6, 8.9 and 12.x have no more.
+// How many bytes of shared memory a block can have on every GPU from compute capability 8.0 on. 8.6, 8.9 and 12.x have
+// no more than these.
 constexpr int kLeastSharedBytes = 99 * 1024;
 
 // How many bytes of shared memory a block can have. The environment variable FLASH_ATTN_SHARED_BYTES lowers it, so that

@@ -189,10 +189,7 @@ def bytes_of_logits(x, share, otherwise):
     return otherwise if memory is None else memory // share
 
 
-def is_kept(labels, ignore_index, classes):
-    """Which rows count."""
-    kept = (labels >= 0) & (labels < classes)
-    return kept & (labels != ignore_index) if 0 <= ignore_index < classes else kept
+is_kept = reference.is_kept  # (labels, ignore_index, classes): which rows count
 
 
 def check(logits, labels, label_smoothing):

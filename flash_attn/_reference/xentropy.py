@@ -87,7 +87,8 @@ def is_kept(labels, ignore_index, total_classes):
     """Returns which rows count."""
     if ignore_index is None:
         return torch.ones_like(labels, dtype=torch.bool)
-    return (labels != ignore_index) & (labels >= 0) & (labels < total_classes)
+    kept = (labels >= 0) & (labels < total_classes)
+    return kept & (labels != ignore_index) if 0 <= ignore_index < total_classes else kept
 
 
 def _rows(logits, kept):

@@ -55,7 +55,7 @@ def _make(runner: Any) -> Any:
 
 
 def _functions() -> dict[str, Any]:
-    """What SGLang's loader of FlashAttention-3 returns."""
+    """The two functions that SGLang's loader of FlashAttention-3 returns, from this package."""
     from flash_attn_sglang import interface
 
     return {name: getattr(interface, name) for name in interface.__all__}

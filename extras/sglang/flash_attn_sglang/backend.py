@@ -21,7 +21,7 @@ __all__ = ["FlashAttentionBackend", "Metadata"]
 
 
 class Metadata(NamedTuple):
-    """What the calls of all layers of a batch have in common: see `flash_attn.flash_attn_varlen_func`."""
+    """The arguments that the calls of all layers of a batch share: see `flash_attn.flash_attn_varlen_func`."""
 
     cu_seqlens_q: Tensor
     max_seqlen_q: int | None
