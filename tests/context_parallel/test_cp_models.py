@@ -78,6 +78,10 @@ def check_refused(group):
         module(x, cp_plan=plan, inference_params=object())
     with pytest.raises(ValueError, match=r"seqlen must be cp_plan.tokens"):
         module(torch.zeros(1, plan.tokens + 1, 64), cp_plan=plan)
+    rotary = MHA(64, 4, use_flash_attn=True, rotary_emb_dim=8)
+    rotary.rotary_emb.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="rotary_emb must be a RotaryEmbedding without hooks"):
+        rotary(x, cp_plan=plan)
     with pytest.raises(TypeError, match=r"cp_plan must be a flash_attn.context_parallel.Plan, found int"):
         module(x, cp_plan=3)
     lengths = torch.zeros(2, dtype=torch.int32)

@@ -211,9 +211,13 @@ class MultiHeadAttention(nn.Module):
 
     def _rotated_by_plan(self, qkv: Tensor, plan: Plan) -> Tensor:
         """qkv of the tokens of this rank, rotated by their positions in their documents."""
-        embedding = self.rotary_emb
-        if not isinstance(embedding, RotaryEmbedding) or type(embedding).forward is not RotaryEmbedding.forward:
-            raise TypeError(f"rotary_emb must be a RotaryEmbedding with cp_plan, found {type(embedding).__name__}")
+        embedding, kind = self.rotary_emb, type(self.rotary_emb)
+        computes_tables = isinstance(embedding, RotaryEmbedding) and kind.forward is RotaryEmbedding.forward
+        if not (computes_tables and fusing.may_fuse(embedding, (kind,), qkv, hooks_of_all=False)):
+            raise TypeError(  # what else its call would do would be lost, since only its tables are asked for
+                "rotary_emb must be a RotaryEmbedding without hooks or a forward of its own with cp_plan, found "
+                f"{kind.__name__}"
+            )
         cos, sin, cos_k, sin_k = embedding._rows_at(plan.position_ids.to(qkv.device), plan.longest, qkv.dtype)
         heads = self.num_heads_per_rank
         return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, embedding.interleaved, num_heads_q=heads)
