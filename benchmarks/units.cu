@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
 #include <string>
 
 #include "common/launch.h"
@@ -23,10 +24,11 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // Boxes: one thread copies them, as fast as it can, from memory that the L2 cache holds
 
-constexpr int kRingBytes = 128 * 1024, kMostBoxes = 64;
+constexpr int kRingBytes = 128 * 1024, kMostBoxes = 64, kMostPlaces = 4096;
 
 struct BoxRing {
   alignas(1024) char data[kRingBytes];
+  int places[kMostPlaces];
   flash::ptx::SharedBarrier full[kMostBoxes];
 };
 
@@ -42,18 +44,24 @@ __global__ void boxes(const __grid_constant__ BoxParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& ring = flash::shared_memory<BoxRing>();
   const int slots = min(kMostBoxes, kRingBytes / p.box_bytes);
+  const int row_step = p.places ? 0 : p.rows;
+  for (int i = threadIdx.x; i < p.count; i += blockDim.x) ring.places[i] = p.places ? p.places[i] : 0;
+  __syncthreads();
   if (threadIdx.x == 0) {
     for (int i = 0; i < slots; ++i) ring.full[i].init(1);
     flash::ptx::fence_barrier_init();
     const int64_t start = clock64();
-    for (int i = 0; i < p.count + slots; ++i) {
-      const int slot = i % slots, round = i / slots;
-      if (i >= slots) ring.full[slot].wait((round - 1) & 1);
-      if (i >= p.count) continue;
-      ring.full[slot].arrive_expect_tx(p.box_bytes);
-      const int row = p.places ? 0 : p.rows * i % p.most_rows, page = p.places ? p.places[i] : 0;
-      flash::ptx::copy_box_async(flash::ptx::shared_address(ring.data) + slot * p.box_bytes, p.map, 0, 0, row, page,
-                                 ring.full[slot]);
+    // Counters, not remainders: a thread alone would wait longer for a division than for a box.
+    for (int i = 0, slot = 0, parity = 1, row = 0; i < p.count + slots; ++i) {
+      if (i >= slots) ring.full[slot].wait(parity);
+      if (i < p.count) {
+        ring.full[slot].arrive_expect_tx(p.box_bytes);
+        flash::ptx::copy_box_async(flash::ptx::shared_address(ring.data) + slot * p.box_bytes, p.map, 0, 0, row,
+                                   ring.places[i], ring.full[slot]);
+      }
+      row = row + row_step < p.most_rows ? row + row_step : 0;
+      slot = slot + 1 == slots ? 0 : slot + 1;
+      parity ^= slot == 0;
     }
     p.clocks[blockIdx.x] = clock64() - start;
     float sum = 0;
@@ -205,6 +213,7 @@ const char* run_boxes(int64_t data, int64_t pages, int64_t page_size, int64_t he
                       .box_bytes = static_cast<int>(128 * box_rows * box_heads),
                       .rows = static_cast<int>(box_rows),
                       .most_rows = static_cast<int>(page_size)};
+    if (count > kMostPlaces) throw std::invalid_argument("at most " + std::to_string(kMostPlaces) + " boxes");
     flash::launch<boxes>({.grid = dim3(blocks), .block = dim3(32), .shared_bytes = sizeof(BoxRing)}, p, nullptr);
   });
 }

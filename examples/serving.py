@@ -23,6 +23,7 @@ queries and keys, and `flash_attn_varlen_func` with a block table attends to pag
 import argparse
 import collections
 import dataclasses
+import inspect
 import math
 import pathlib
 import random
@@ -279,7 +280,11 @@ def batched_by_transformers(model, implementation, prompts, args):
 
     model.set_attn_implementation(implementation)
     pool = dict(num_blocks=args.pages, max_batch_tokens=args.budget) if args.device.type == "cpu" else {}
-    config = transformers.ContinuousBatchingConfig(page_size=args.page_size, auto_switch_to_flash=False, **pool)
+    known = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+    pool["page_size" if "page_size" in known else "block_size"] = args.page_size  # the second until transformers 5.18
+    if "auto_switch_to_flash" in known:
+        pool["auto_switch_to_flash"] = False
+    config = transformers.ContinuousBatchingConfig(**pool)
     generation = transformers.GenerationConfig(
         max_new_tokens=args.length, do_sample=False, eos_token_id=-1, pad_token_id=0
     )

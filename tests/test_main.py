@@ -110,6 +110,7 @@ for name in ("fwd", "fwd_features", "bwd_features", "rotary"):
     print(name, "FLASH_ATTN_REFERENCE names it" in report.backend(name), _library.has_kernel(name))
 x = torch.zeros(1, 8, 1, 64, dtype=torch.float16, device=sys.argv[1])
 with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
     flash_attn.flash_attn_func(x, x, x)
     flash_attn.flash_attn_func(x, x, x, learnable_sink=x[0, 0, :, 0])
 print(*[w.message for w in caught if "FLASH_ATTN_REFERENCE" in str(w.message)], sep="\\n")

@@ -161,7 +161,8 @@ def test_where_dq_takes_a_kernel_of_its_own(head_dim, packed, finishes, device, 
         (128, 128, False, "fwd_sm90_kernel"),
         (128, 128, True, "fwd_kernel"),
         (1, 128, False, "decode_kernel"),
-        (128, 8192, False, "fwd_kernel"),
+        (128, 8192, False, "fwd_sm90_kernel"),
+        (128, 8192, True, "fwd_kernel"),
     ],
 )
 def test_which_kernel_runs(seqlen_q, seqlen_k, portable, kernel, device, monkeypatch):
