@@ -52,6 +52,13 @@ def check_rest(group):
         own = extract(q, rank, world_size, rd=2, ud=2)
         out = names.LongContextAttention(ring_impl_type=kind)(own, own, own, causal=True)
         torch.testing.assert_close(out, extract(whole, rank, world_size, rd=2, ud=2), msg=kind)
+    ring = names.RING_IMPL_QKVPACKED_DICT["zigzag"]
+    names.set_seq_parallel_pg(1, world_size, rank, world_size)
+    own = names.zigzag_extract_local(q, rank, world_size, world_size, 1)
+    out, lse, none = ring(torch.stack([own] * 3, 2), causal=True, softcap=2.0, return_attn_probs=True)
+    assert none is None and lse.shape == (1, 4, 6)
+    whole = flash_attn_func(q, q, q, causal=True, softcap=2.0)
+    torch.testing.assert_close(out, names.zigzag_extract_local(whole, rank, world_size, world_size, 1))
     out = names.UlyssesAttention(attn_type=names.AttnType.from_string("fa"))(q[:, :6], q[:, :6], q[:, :6])
     assert out.shape == q[:, :6].shape
     names._GROUPS.clear()

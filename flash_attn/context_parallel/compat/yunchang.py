@@ -13,7 +13,7 @@ return out alone, also with return_attn_probs.
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_attn._ops import checks
-from flash_attn.context_parallel import Plan, cp_attn_func
+from flash_attn.context_parallel import Plan, cp_attn_func, cp_attn_qkvpacked_func
 from flash_attn.utils.distributed import device_of
 
 __all__ = [
     "EXTRACT_FUNC_DICT",
+    "RING_IMPL_QKVPACKED_DICT",
     "AttnType",
     "LongContextAttention",
     "LongContextAttentionQKVPacked",
@@ -101,6 +102,11 @@ def _plan(total, group, layout):
     if isinstance(group, DeviceMesh):
         return Plan(total, group, layout=layout, method="usp", granularity=1)
     return Plan(total, group, layout="contiguous", method="ulysses", granularity=1)  # every layout is, with one ring
+
+
+@functools.lru_cache(maxsize=16)
+def _plan_of_ring(total, group, layout):
+    return Plan(total, group, layout=layout, method="gather", granularity=1)
 
 
 class _Attention(nn.Module):
@@ -221,6 +227,31 @@ def _check_dimensions(scatter_idx, gather_idx, heads):
     checks.number("gather_idx", gather_idx, gather_idx == 1, "1")
 
 
+def _of_ring(layout: str) -> Callable:
+    def func(
+        qkv: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: Any = None,
+        attn_type: Any = None,
+    ) -> Any:
+        """Attention of qkv (batch, tokens, 3, heads, head_dim) over one group; with return_attn_probs, also its lse."""
+        group = dist.group.WORLD if group is None else group
+        checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
+        plan = _plan_of_ring(qkv.shape[1] * group.size(), group, layout)
+        options = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+        found: Any = cp_attn_qkvpacked_func(qkv, dropout_p, *options, plan=plan, return_lse=return_attn_probs)
+        return (*found, None) if return_attn_probs else found
+
+    return func
+
+
 def _place(rank: int, world_size: int) -> int:
     """Where a rank is in the mesh of `set_seq_parallel_pg`, counted along "ulysses" first."""
     places = _GROUPS.get("places", [])
@@ -253,6 +284,7 @@ def stripe_extract_local(
     return stripe.chunk(ud, dim)[ulysses].detach().clone()
 
 
+RING_IMPL_QKVPACKED_DICT = {kind: _of_ring(layout) for kind, layout in _LAYOUTS.items() if kind != "basic_pytorch"}
 EXTRACT_FUNC_DICT = {
     "basic": basic_extract_local,
     "basic_pytorch": basic_extract_local,
