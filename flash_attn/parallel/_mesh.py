@@ -87,5 +87,5 @@ def build_mesh(
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=_DIMENSIONS, backend_override=override)
     together = {name: _torch_private.flattened(mesh[dimensions], name) for name, dimensions in _TOGETHER.items()}
     copies, parts = mesh["dp_replicate"], together["fsdp"]
-    hsdp = parts if dp_replicate == 1 else _torch_private.side_by_side(copies, parts)
-    return Meshes(mesh, *(mesh[name] for name in _DIMENSIONS), **together, hsdp=hsdp)
+    together["hsdp"] = parts if dp_replicate == 1 else _torch_private.side_by_side(copies, parts)
+    return Meshes(mesh, *(mesh[name] for name in _DIMENSIONS), **together)
