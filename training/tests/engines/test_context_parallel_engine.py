@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import ON_GPUS, over_processes, stop_all
+from transformers import GPT2Config
 
+from flash_attn.models.gpt import GPTLMHeadModel
 from src import engines
 from src.tasks.seq import SequenceLMModel
 from training.tests.engines import tiny
@@ -186,10 +188,29 @@ def test_resumed_run_on_gpus_is_the_same(world, tmp_path):
 
 
 def check_bits(group, folder):
-    divided, losses = fit(folder, group, cp=2, save_at=3)
-    again, others = fit(folder, group, cp=2, ckpt_path=folder / "step_3.ckpt")
+    """With four GPUs, in two copies."""
+    options = dict(cp=2, dp_replicate=group.size() // 2)
+    divided, losses = fit(folder, group, save_at=3, **options)
+    again, others = fit(folder, group, ckpt_path=folder / "step_3.ckpt", **options)
     assert others.losses == pytest.approx(losses.losses[3:], rel=1e-5)
     torch.testing.assert_close(weights(again), weights(divided), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "expected"),
+    [
+        (dict(n_head_kv=2), 1, dict(heads=4, heads_k=2, window_size=(-1, -1))),
+        (dict(n_head_kv=2, sliding_window=[4, 6]), 2, dict(heads=2, heads_k=1, window_size=(5, -1))),
+        (dict(sliding_window=[4, None]), 1, dict(heads=4, heads_k=4, window_size=(-1, -1))),
+        (dict(n_head_kv=1), 2, {}),
+        (dict(use_flash_attn=False), 1, dict(heads=4, heads_k=4, window_size=(-1, -1))),
+    ],
+)
+def test_plans_are_told_the_sizes_of_attention(config, size, expected):
+    sizes = dict(vocab_size=8, n_embd=16, n_head=4, n_layer=2, n_positions=8, use_flash_attn=True)
+    strategy = engines.FSDPStrategy(context_parallel_size=2, tensor_parallel_size=size)
+    strategy._lightning_module = GPTLMHeadModel(GPT2Config(**sizes | config))
+    assert strategy._sizes_of_attention() == expected
 
 
 def test_models_that_cannot_divide_sequences(tmp_path):
