@@ -70,7 +70,8 @@ class Plan:
         layout: "zigzag": chunk r and, from the end, chunk r, balanced for one causal document; "balanced": eight
             chunks each, so that all ranks have the same work with documents of any lengths; "contiguous": one chunk
             each, the best with sliding windows; "striped": token i on rank i % ranks. "auto": "contiguous" for
-            method="ulysses", else "zigzag" for one document and "balanced" for several.
+            method="ulysses", and for one document with a window_size of at most an eighth of a rank's tokens; else
+            "zigzag" for one document and "balanced" for several.
         method: "gather": each rank fetches the keys that its rows see. "ulysses": ranks exchange tokens for heads, and
             each computes some heads of the whole row; it needs at least as many query heads as ranks. "usp": both:
             ranks of a "ulysses" group exchange tokens for heads, and then fetch keys over "ring": for links of two
@@ -87,7 +88,8 @@ class Plan:
             the row. With "zigzag", attention is then called once for each document. Not with "striped".
         heads, heads_k: the numbers of query and of key heads in calls of attention, for method="auto", which needs
             them to compare what would be sent: see `docs/guides/context_parallel.md`. heads_k=None: as heads.
-        window_size: the window of those calls, the widest of all layers, for method="auto". Calls may have others.
+        window_size: the window of those calls, the widest of all layers, for method="auto" and layout="auto". Calls may
+            have others.
         loss_group: the ranks over which gradients are averaged, for `mean_loss`; None: group. With data parallelism
             beside context parallelism, the group of both.
         device: where `positions` and `position_ids` are; None: the current GPU with NCCL, else the CPU.
@@ -186,12 +188,12 @@ class Plan:
         if each_document and layout == "striped":
             raise ArgumentError("each_document must be False with layout='striped', found True")
         self._head_groups = None if head_groups is None else checks.count("head_groups", head_groups, 1)
-        self._divide(layout)
-        if method == "auto" and self.method == "gather" and calls is not None:
-            *heads, window = calls
-            if _is_faster_by_heads(*heads, self.world_size, self._fetched(window)):
+        heads, heads_k, window = calls
+        self._divide(layout, window)
+        if method == "auto" and self.method == "gather" and heads is not None:
+            if _is_faster_by_heads(heads, heads_k, self.world_size, self._fetched(window)):
                 self.method = "ulysses"
-                self._divide(layout)
+                self._divide(layout, window)
         self._pad_to = None
         if pad_to is not None:
             if self._mesh is not None:
@@ -201,11 +203,15 @@ class Plan:
             checks.number("pad_to", self._pad_to, fits, "at least the tokens of a rank, {}", max(self._counts))
             self._every_position = [F.pad(own, (0, self._pad_to - len(own)), value=-1) for own in self._every_position]
 
-    def _divide(self, layout):
-        """Give each rank its tokens, in this layout or, if "auto", in the one that suits the method."""
+    def _divide(self, layout, window):
+        """Give each rank its tokens, in this layout or, if "auto", in the one that suits the method and the window."""
         if layout == "auto":
             several = sum(length > 0 for length in self.seqlens) > 1
-            layout = "contiguous" if self.method == "ulysses" else "balanced" if several else "zigzag"
+            narrow = 0 <= 8 * window[0] <= self.total // self.world_size  # ranks have about the same work anyway
+            if self.method == "ulysses" or (narrow and not several):
+                layout = "contiguous"
+            else:
+                layout = "balanced" if several else "zigzag"
         self.layout = layout
         self._spans = None
         ulysses = 1 if self._mesh is None else self._mesh["ulysses"].size()
@@ -515,7 +521,7 @@ class Plan:
 
 # What "ulysses" may send, as a multiple of what "gather" sends, and still be the faster one: it is sent in fewer
 # pieces, for longer calls of attention. On two and four H100s of one host it was faster at multiples of 0.8 to 2.9, and
-# slower at 5.2 to 40 (benchmarks/results/context_parallel.csv).
+# slower at 5.2 to 80 (benchmarks/results/context_parallel.csv).
 _MOST_SENT = 4.0
 
 
@@ -572,12 +578,12 @@ def _lengths(entries, batch, device):
 
 
 def _calls(heads, heads_k, window_size):
-    """What is known of the calls of attention: (heads, heads_k, window), of causal ones; None without heads."""
+    """What is known of the calls of attention, which count as causal: heads, heads_k, window."""
     window = _window(True, window_size)
     if heads is None:
         if heads_k is not None:
             raise ArgumentError(f"heads must be given with heads_k, found None with heads_k={heads_k}")
-        return None
+        return None, None, window
     heads = checks.count("heads", heads, 1)
     heads_k = heads if heads_k is None else checks.count("heads_k", heads_k, 1)
     checks.number("heads_k", heads_k, heads % heads_k == 0, "a divisor of heads, {}", heads)

@@ -137,6 +137,10 @@ def test_the_layout_follows_documents_and_method():
     assert OnePlan([32, 32], 0, 2).layout == "balanced"
     assert OnePlan([32, 32], 0, 2, method="ulysses").layout == "contiguous"
     assert OnePlan(64, 0, 2).method == "gather"
+    windows = dict(window_size=(4, 0))
+    assert OnePlan(64, 0, 2, **windows).layout == "contiguous" and OnePlan(63, 0, 2, **windows).layout == "zigzag"
+    assert OnePlan([32, 32], 0, 2, **windows).layout == "balanced"
+    assert OnePlan(64, 0, 2, layout="zigzag", **windows).layout == "zigzag"
     assert repr(OnePlan(64, 0, 2)) == (
         "Plan(1 documents, 64 tokens, rank 0 of 2 has 32, layout='zigzag', method='gather')"
     )
@@ -176,10 +180,10 @@ LONG, OF_8K = [256 * K], documents(256 * K, 8 * K, 64 * K)
 )
 def test_auto_is_the_faster_method(ranks, seqlens, calls, method):
     plan = OnePlan(seqlens, 0, ranks, **calls)
-    several = "balanced" if len(seqlens) > 1 else "zigzag"
-    assert (plan.method, plan.layout) == (method, "contiguous" if method == "ulysses" else several)
-    chosen = OnePlan(seqlens, 0, ranks, method="gather", **calls)
-    assert (chosen.method, chosen.layout) == ("gather", several)
+    of_gather = "contiguous" if "window_size" in calls else "balanced" if len(seqlens) > 1 else "zigzag"
+    assert (plan.method, plan.layout) == (method, "contiguous" if method == "ulysses" else of_gather)
+    given = OnePlan(seqlens, 0, ranks, method="gather", **calls)
+    assert (given.method, given.layout) == ("gather", of_gather)
 
 
 def test_plans_are_made_on_the_host():
