@@ -99,6 +99,14 @@ def flattened(mesh: Any, name: str) -> Any:
     return _needed(mesh, "_flatten")(name)
 
 
+def side_by_side(*meshes: Any) -> Any:
+    """A DeviceMesh with the dimensions of several parts of one mesh, which may have been flattened.
+
+    Raises ImportError if torch cannot make one.
+    """
+    return _needed(type(meshes[0]), "_concatenate")(list(meshes))
+
+
 def has_kernel(name: str, key: str, otherwise: bool) -> bool:
     """Whether the op `name`, "namespace::name", has a kernel for the dispatch key; `otherwise` if torch cannot tell."""
     return otherwise if _has_kernel is None else _has_kernel(name, key)

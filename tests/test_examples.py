@@ -11,6 +11,8 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from processes import over_processes
 
 import flash_attn
 
@@ -31,11 +33,11 @@ def _run(name, *args):
     return printed.getvalue()
 
 
-def _start(name, *args, launcher=()):
+def _start(name, *args):
     """What an example prints that imports the package from here, installed or not. pytest shows its errors."""
     paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}  # small tensors, busy cores
-    command = [sys.executable, *launcher, EXAMPLES / name, *args]
+    command = [sys.executable, EXAMPLES / name, *args]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
 
 
@@ -49,17 +51,30 @@ def test_blocks():
     assert first > 5 and later < 3 and printed.splitlines()[-1].startswith("'import ")
 
 
-@pytest.mark.parametrize("name", ["sdpa.py", "packing.py", "sequence_parallel.py"])
+@pytest.mark.parametrize("name", ["sdpa.py", "packing.py"])
 def test_the_same_in_two_ways(name):
     """The example raises an error if the difference is not one of rounding."""
-    assert "difference" in (_start if name == "sequence_parallel.py" else _run)(name)
+    assert "difference" in _run(name)
 
 
-def test_context_parallel():
-    """On two processes, as torchrun starts them. The example compares a step with one of one process."""
-    assert "on 2 ranks" in _start(
-        "context_parallel.py", launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    )
+def check_in_group(group, name):
+    """As torchrun or torch.multiprocessing starts it, but for the processes and their group, which are there."""
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda backend, *args, **kwargs: called.append(backend))
+        patch.setattr(dist, "destroy_process_group", lambda: called.append("left"))
+        patch.setattr(torch.multiprocessing, "spawn", lambda run, args, nprocs: run(group.rank(), *args))
+        for variable, value in (("LOCAL_WORLD_SIZE", group.size()), ("LOCAL_RANK", group.rank())):
+            patch.setenv(variable, str(value))
+        printed = _run(name)
+    assert called == [dist.get_backend(group), "left"]
+    assert group.rank() > 0 or "largest difference" in printed
+
+
+@pytest.mark.parametrize("name", ["context_parallel.py", "sequence_parallel.py"])
+def test_the_same_on_two_processes(name):
+    """The example raises an error if the difference to one process is not one of rounding."""
+    over_processes(2, check_in_group, name, backend="nccl" if torch.cuda.device_count() >= 2 else "gloo")
 
 
 def test_paged():

@@ -27,6 +27,7 @@ FOLDER = pathlib.Path(__file__).parent
 INTEGERS = {  # keys, and the least value of each; -1 means no limit. Others may be computed from the first
     "trainer.strategy.tensor_parallel_size": 1,
     "trainer.strategy.context_parallel_size": 1,
+    "trainer.strategy.dp_replicate": 1,
     "trainer.strategy.mlp_chunks": 1,
     "datamodule.batch_size": 1,
     "datamodule.batch_size_eval": 1,

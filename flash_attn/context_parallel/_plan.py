@@ -70,11 +70,14 @@ class Plan:
         layout: "zigzag": chunk r and, from the end, chunk r, balanced for one causal document; "balanced": eight
             chunks each, so that all ranks have the same work with documents of any lengths; "contiguous": one chunk
             each, the best with sliding windows; "striped": token i on rank i % ranks. "auto": "contiguous" for
-            method="ulysses", else "zigzag" for one document and "balanced" for several.
+            method="ulysses", and for one document with a window_size of at most an eighth of a rank's tokens; else
+            "zigzag" for one document and "balanced" for several.
         method: "gather": each rank fetches the keys that its rows see. "ulysses": ranks exchange tokens for heads, and
             each computes some heads of the whole row; it needs at least as many query heads as ranks. "usp": both:
             ranks of a "ulysses" group exchange tokens for heads, and then fetch keys over "ring": for links of two
-            speeds, with "ulysses" on the fast ones. "auto": "usp" for a mesh of two dimensions, else "gather".
+            speeds, with "ulysses" on the fast ones. "auto": "usp" for a mesh of two dimensions; with `heads`, the
+            faster one of "gather" and "ulysses"; else "gather", which takes any number of heads. It is chosen here
+            and not in a call, since tokens are divided by it, and so that all layers have the same.
         granularity: borders of chunks are multiples of it, as far as chunks are long enough. Blocks of keys then start
             where they start on one GPU. 1 divides as evenly as possible.
         pad_to: the number of tokens that every rank gets, the last of which are padding; None: no padding, and ranks
@@ -83,6 +86,10 @@ class Plan:
             only two of them; it must divide their number. None: up to 4, if each is large.
         each_document: divide each document by itself in this layout, as Megatron and ring-flash-attention do, and not
             the row. With "zigzag", attention is then called once for each document. Not with "striped".
+        heads, heads_k: the numbers of query and of key heads in calls of attention, for method="auto", which needs
+            them to compare what would be sent: see `docs/guides/context_parallel.md`. heads_k=None: as heads.
+        window_size: the window of those calls, the widest of all layers, for method="auto" and layout="auto". Calls may
+            have others.
         loss_group: the ranks over which gradients are averaged, for `mean_loss`; None: group. With data parallelism
             beside context parallelism, the group of both.
         device: where `positions` and `position_ids` are; None: the current GPU with NCCL, else the CPU.
@@ -119,6 +126,9 @@ class Plan:
         pad_to: int | None = None,
         head_groups: int | None = None,
         each_document: bool = False,
+        heads: int | None = None,
+        heads_k: int | None = None,
+        window_size: Sequence[int] = (-1, -1),
         loss_group: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -128,7 +138,7 @@ class Plan:
         self.loss_group = self.group if loss_group is None else group_of(loss_group)
         arguments = (seqlens, layout, method, granularity, pad_to, head_groups, each_document)
         try:
-            self._choose(*arguments)
+            self._choose(*arguments, _calls(heads, heads_k, window_size))
             found = ", ".join(f"{name}={value}" for name, value in self._settings().items())
         except (TypeError, ValueError) as error:  # the others may wait for what this rank has to say
             _compare(self.group, f"{type(error).__name__}: {error}", raises=False)
@@ -156,42 +166,34 @@ class Plan:
         self._head_exchanges: dict[Any, HeadExchange] = {}
         self._indices: dict[Any, Any] = {}
 
-    def _choose(self, seqlens, layout, method, granularity, pad_to, head_groups, each_document):
+    def _choose(self, seqlens, layout, method, granularity, pad_to, head_groups, each_document, calls):
         """Check the arguments and set the settings."""
         self.seqlens = _host_lengths(seqlens)
         self.total = sum(self.seqlens)
         _check_choice("method", method, ("auto", *METHODS))
-        if method == "auto":
-            method = "gather" if self._mesh is None else "usp"
+        _check_choice("layout", layout, ("auto", *_layout.LAYOUTS))
         self.method = method
-        if (method == "usp") != (self._mesh is not None):
+        if method == "auto":
+            self.method = "gather" if self._mesh is None else "usp"
+        if (self.method == "usp") != (self._mesh is not None):
             needs = "a DeviceMesh of two dimensions, ring and ulysses," if method == "usp" else "one dimension"
             raise ArgumentError(f"group must have {needs} for method={method!r}, found another one")
         if self._mesh is not None and self._mesh.mesh_dim_names != ("ring", "ulysses"):
             raise ArgumentError(
                 f"group must have dimensions ('ring', 'ulysses') for method='usp', found {self._mesh.mesh_dim_names}"
             )
-        _check_choice("layout", layout, ("auto", *_layout.LAYOUTS))
-        if layout == "auto":
-            several = sum(length > 0 for length in self.seqlens) > 1
-            layout = "contiguous" if self.method == "ulysses" else "balanced" if several else "zigzag"
-        self.layout = layout
         self._granularity = checks.count("granularity", granularity, 1)
         checks.flags(each_document=each_document)
         self._each_document = bool(each_document)
         if each_document and layout == "striped":
             raise ArgumentError("each_document must be False with layout='striped', found True")
         self._head_groups = None if head_groups is None else checks.count("head_groups", head_groups, 1)
-        self._spans = None
-        ulysses = 1 if self._mesh is None else self._mesh["ulysses"].size()
-        if layout != "striped":
-            spans_of = _layout.spans_of_documents if each_document else _layout.spans_of_ranks
-            self._spans = spans_of(self.seqlens, self.world_size // ulysses, layout, self._granularity)
-        every = self._positions_of_spans(self.world_size // ulysses)
-        every = [part for own in every for part in own.tensor_split(ulysses)]
-        if self._mesh is not None:
-            every = [every[place] for place in _places_in(self._mesh.mesh)]
-        self._counts = list(map(len, every))
+        heads, heads_k, window = calls
+        self._divide(layout, window)
+        if method == "auto" and self.method == "gather" and heads is not None:
+            if _is_faster_by_heads(heads, heads_k, self.world_size, self._fetched(window)):
+                self.method = "ulysses"
+                self._divide(layout, window)
         self._pad_to = None
         if pad_to is not None:
             if self._mesh is not None:
@@ -199,8 +201,35 @@ class Plan:
             self._pad_to = checks.count("pad_to", pad_to, 0)
             fits = self._pad_to >= max(self._counts)
             checks.number("pad_to", self._pad_to, fits, "at least the tokens of a rank, {}", max(self._counts))
-            every = [F.pad(own, (0, self._pad_to - len(own)), value=-1) for own in every]
+            self._every_position = [F.pad(own, (0, self._pad_to - len(own)), value=-1) for own in self._every_position]
+
+    def _divide(self, layout, window):
+        """Give each rank its tokens, in this layout or, if "auto", in the one that suits the method and the window."""
+        if layout == "auto":
+            several = sum(length > 0 for length in self.seqlens) > 1
+            narrow = 0 <= 8 * window[0] <= self.total // self.world_size  # ranks have about the same work anyway
+            if self.method == "ulysses" or (narrow and not several):
+                layout = "contiguous"
+            else:
+                layout = "balanced" if several else "zigzag"
+        self.layout = layout
+        self._spans = None
+        ulysses = 1 if self._mesh is None else self._mesh["ulysses"].size()
+        if layout != "striped":
+            spans_of = _layout.spans_of_documents if self._each_document else _layout.spans_of_ranks
+            self._spans = spans_of(self.seqlens, self.world_size // ulysses, layout, self._granularity)
+        every = self._positions_of_spans(self.world_size // ulysses)
+        every = [part for own in every for part in own.tensor_split(ulysses)]
+        if self._mesh is not None:
+            every = [every[place] for place in _places_in(self._mesh.mesh)]
+        self._counts = list(map(len, every))
         self._every_position = every  # of each rank, int64 on the CPU, -1 for padding
+
+    def _fetched(self, window):
+        """How many tokens' keys ranks fetch with "gather" for each token that they have, on average."""
+        starts = _layout.starts_of(self.seqlens)
+        seen = sum(end - first for covered in self._covered(window, starts) for first, end in covered)
+        return max(0, seen - self.total) / max(1, self.total)
 
     def _settings(self):
         """All that must agree between ranks."""
@@ -404,26 +433,29 @@ class Plan:
     @_on_host
     def _scheduled(self, window, chunk, batch, device):
         starts = _layout.starts_of(self.seqlens, chunk)
-        needed, intervals, pieces = [], [], []
-        for rank, positions in enumerate(self._every_position):
-            if self._spans is None:
-                first, end = self._seen(positions[positions >= 0], *window, starts)
-                covered = [(int(first.min()), int(end.max()))] if len(first) else []
-            else:
-                pieces.append(list(_layout.pieces_of(self._spans[rank], starts, window)))
-                covered = _layout.union((piece.first_key, piece.end_key) for piece in pieces[-1])
+        intervals = self._covered(window, starts)
+        needed = []
+        for covered in intervals:
             mask = torch.zeros(self.total, dtype=torch.bool)
             for first, end in covered:
                 mask[first:end] = True
             needed.append(mask)
-            intervals.append(covered)
         own = [positions[positions >= 0] for positions in self._every_position]
         exchange = RowExchange(self.group, self.rank, own, needed, device)
         if self._spans is None:
             launches = self._striped(window, starts, intervals[self.rank], device)
         else:
-            launches = self._launches(pieces[self.rank], intervals[self.rank], batch, device)
+            pieces = _layout.pieces_of(self._spans[self.rank], starts, window)
+            launches = self._launches(pieces, intervals[self.rank], batch, device)
         return Schedule(launches, exchange)
+
+    def _covered(self, window, starts):
+        """The intervals of positions whose keys the rows of each rank see."""
+        if self._spans is None:
+            seen = [self._seen(own[own >= 0], *window, starts) for own in self._every_position]
+            return [[(int(first.min()), int(end.max()))] if len(first) else [] for first, end in seen]
+        pieces = (_layout.pieces_of(spans, starts, window) for spans in self._spans)
+        return [_layout.union((each.first_key, each.end_key) for each in of_rank) for of_rank in pieces]
 
     def _striped(self, window, starts, covered, device):
         """One launch, in which each row sees an interval of keys of its own."""
@@ -487,6 +519,28 @@ class Plan:
         return max(n for n in (1, 2, 4) if heads_k % n == 0 and (n == 1 or bytes_per_head * heads_k >= n * _LARGE))
 
 
+# What "ulysses" may send, as a multiple of what "gather" sends, and still be the faster one: it is sent in fewer
+# pieces, for longer calls of attention. On two and four H100s of one host it was faster at multiples of 0.8 to 2.9, and
+# slower at 5.2 to 80 (benchmarks/results/context_parallel.csv).
+_MOST_SENT = 4.0
+
+
+def _is_faster_by_heads(heads: int, heads_k: int, ranks: int, fetched: float) -> bool:
+    """Whether "ulysses" is faster than "gather", as far as what they send tells.
+
+    For each token of a rank and element of a head, in both directions, in bytes:
+
+        ulysses   16 bits of q, k, v and out, and of their gradients, but for the part that stays
+        gather    16 bits of k and v for each token that is fetched, in both, and their gradients in float32
+
+    fetched: how many tokens are fetched for each token of a rank.
+    """
+    if ranks == 1 or heads % ranks:  # some ranks would compute more heads than others
+        return False
+    by_heads = 8 * (heads + max(heads_k, ranks)) * (ranks - 1) / ranks
+    return by_heads <= _MOST_SENT * 16 * heads_k * fetched
+
+
 _LARGE = 2**24  # bytes of a group of heads, above which a transfer takes much longer than to start it
 
 
@@ -521,6 +575,19 @@ def _lengths(entries, batch, device):
         max_seqlen_q=longest_rows,
         max_seqlen_k=longest_keys,
     )
+
+
+def _calls(heads, heads_k, window_size):
+    """What is known of the calls of attention, which count as causal: heads, heads_k, window."""
+    window = _window(True, window_size)
+    if heads is None:
+        if heads_k is not None:
+            raise ArgumentError(f"heads must be given with heads_k, found None with heads_k={heads_k}")
+        return None, None, window
+    heads = checks.count("heads", heads, 1)
+    heads_k = heads if heads_k is None else checks.count("heads_k", heads_k, 1)
+    checks.number("heads_k", heads_k, heads % heads_k == 0, "a divisor of heads, {}", heads)
+    return heads, heads_k, window
 
 
 def _window(causal, window_size):

@@ -18,12 +18,14 @@ _TOGETHER = {
 
 
 class Meshes(NamedTuple):
-    """A mesh of all processes, and meshes of one dimension within it.
+    """A mesh of all processes, and meshes within it, of one dimension but for the last.
 
     whole: dimensions dp_replicate, dp_shard, cp, tp, from the outside to the inside; the next four are these.
     batch: dp_replicate x dp_shard, processes that read different rows of data; others read the same.
     fsdp: dp_shard x cp, over which parameters are divided: context parallelism needs no memory for them.
     loss: dp_replicate x dp_shard x cp, over which gradients are averaged: the loss_group of a `Plan`.
+    hsdp: what `torch.distributed.fsdp.fully_shard` takes: fsdp, or with copies two dimensions, (dp_replicate, fsdp).
+        Gradients are then reduced within a copy, where links are fast, and only their parts between copies (HSDP).
     """
 
     whole: DeviceMesh
@@ -34,6 +36,7 @@ class Meshes(NamedTuple):
     batch: DeviceMesh
     fsdp: DeviceMesh
     loss: DeviceMesh
+    hsdp: DeviceMesh
 
 
 def build_mesh(
@@ -45,7 +48,7 @@ def build_mesh(
     of high priority, so that they are not late behind kernels that fill the GPU.
 
     Arguments:
-        dp_replicate: copies of the parameters.
+        dp_replicate: copies of the parameters, each of which is divided over dp_shard x cp processes.
         dp_shard: parts of them, besides cp. -1: what is left.
         cp: ranks of a sequence.
         tp: parts of each layer.
@@ -83,4 +86,6 @@ def build_mesh(
     shape = dp_replicate, dp_shard, cp, tp
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=_DIMENSIONS, backend_override=override)
     together = {name: _torch_private.flattened(mesh[dimensions], name) for name, dimensions in _TOGETHER.items()}
+    copies, parts = mesh["dp_replicate"], together["fsdp"]
+    together["hsdp"] = parts if dp_replicate == 1 else _torch_private.side_by_side(copies, parts)
     return Meshes(mesh, *(mesh[name] for name in _DIMENSIONS), **together)

@@ -21,7 +21,8 @@ def check(group, ulysses, ring):
     *inputs, dout = (torch.randn(2, 24, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
     names.set_seq_parallel_pg(ulysses, ring, rank, dist.get_world_size(group))
     place = rank % size
-    for kind, extract in names.EXTRACT_FUNC_DICT.items():
+    for kind in ("basic", "zigzag", "strip"):
+        extract = names.EXTRACT_FUNC_DICT[kind]
         own = [extract(x, place, size, rd=ring, ud=ulysses) for x in (*inputs, dout)]
         for options in (dict(causal=True), dict(causal=True, window_size=(5, 0), softcap=2.0), dict()):
             expected = gradients(lambda *x, o=options: flash_attn_func(*x, **o), inputs, dout)
@@ -31,6 +32,7 @@ def check(group, ulysses, ring):
                 torch.testing.assert_close(x, extract(y, place, size, rd=ring, ud=ulysses), msg=f"{kind} {options}")
         packed = names.LongContextAttentionQKVPacked(ring_impl_type=kind)(torch.stack([own[0]] * 3, 2), causal=True)
         assert torch.equal(packed, module(own[0], own[0], own[0], causal=True))
+        assert torch.equal(packed, module(own[0], own[0], own[0], causal=True, return_attn_probs=True))
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (4, 1), (1, 4), (2, 1)])
@@ -46,10 +48,19 @@ def check_rest(group):
     whole = flash_attn_func(q, q, q, causal=True)
     torch.testing.assert_close(out, names.basic_extract_local(whole, rank, world_size))
     names.set_seq_parallel_pg(2, 2, rank, world_size, use_ulysses_low=False)  # ranks 0 and 2 share heads
-    place = rank % 2 * 2 + rank // 2
-    own = names.zigzag_extract_local(q, place, world_size, 2, 2)
-    out = names.LongContextAttention(ring_impl_type="zigzag")(own, own, own, causal=True)
-    torch.testing.assert_close(out, names.zigzag_extract_local(whole, place, world_size, 2, 2))
+    for kind, extract in names.EXTRACT_FUNC_DICT.items():
+        own = extract(q, rank, world_size, rd=2, ud=2)
+        out = names.LongContextAttention(ring_impl_type=kind)(own, own, own, causal=True)
+        torch.testing.assert_close(out, extract(whole, rank, world_size, rd=2, ud=2), msg=kind)
+    ring = names.RING_IMPL_QKVPACKED_DICT["zigzag"]
+    names.set_seq_parallel_pg(1, world_size, rank, world_size)
+    own = names.zigzag_extract_local(q, rank, world_size, world_size, 1)
+    out, lse, none = ring(torch.stack([own] * 3, 2), causal=True, softcap=2.0, return_attn_probs=True)
+    assert none is None and lse.shape == (1, 4, 6)
+    whole = flash_attn_func(q, q, q, causal=True, softcap=2.0)
+    torch.testing.assert_close(out, names.zigzag_extract_local(whole, rank, world_size, world_size, 1))
+    out = names.UlyssesAttention(attn_type=names.AttnType.from_string("fa"))(q[:, :6], q[:, :6], q[:, :6])
+    assert out.shape == q[:, :6].shape
     names._GROUPS.clear()
     with pytest.raises(RuntimeError, match="set_seq_parallel_pg must be called before attention"):
         names.LongContextAttention()(own, own, own)
@@ -63,7 +74,7 @@ def test_other_groups():
 
 def test_what_modules_refuse():
     for options, match in [
-        (dict(ring_impl_type="spiral"), "ring_impl_type must be one of basic, zigzag, strip, found 'spiral'"),
+        (dict(ring_impl_type="spiral"), "ring_impl_type must be one of basic, .*, zigzag, strip, found 'spiral'"),
         (dict(scatter_idx=1), "scatter_idx must be 2, found 1"),
         (dict(gather_idx=2), "gather_idx must be 1, found 2"),
     ]:

@@ -1,5 +1,6 @@
 """Tokens in chunks, attention that is not computed again, meshes, and parameters as DTensors."""
 
+import copy
 import functools
 from types import SimpleNamespace
 
@@ -201,8 +202,9 @@ def check_mesh(group):
     assert mesh.whole.mesh_dim_names == ("dp_replicate", "dp_shard", "cp", "tp")
     assert dist.get_process_group_ranks(mesh.tp.get_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert dist.get_process_group_ranks(mesh.cp.get_group()) == [rank % 2, rank % 2 + 2]
-    assert [each.size() for each in mesh] == [4, 1, 1, 2, 2, 1, 2, 2]
-    assert [each.size() for each in build_mesh(dp_replicate=2, dp_shard=2)] == [4, 2, 2, 1, 1, 4, 2, 4]
+    assert [each.size() for each in mesh] == [4, 1, 1, 2, 2, 1, 2, 2, 2]
+    assert mesh.hsdp is mesh.fsdp
+    assert [each.size() for each in build_mesh(dp_replicate=2, dp_shard=2)] == [4, 2, 2, 1, 1, 4, 2, 4, 4]
     plan = Plan(8, mesh.cp, loss_group=mesh.loss)
     assert plan.world_size == 2
     for options, match in [
@@ -250,8 +252,8 @@ def check_dtensors(group, folder):
     assert to_dtensor(model, mesh.tp) is model
     assert model.lm_head.weight is model.transformer.embeddings.word_embeddings.weight
     for layer in model.transformer.layers:
-        fully_shard(layer, mesh=mesh.dp_shard)
-    fully_shard(model, mesh=mesh.dp_shard)
+        fully_shard(layer, mesh=mesh.hsdp)
+    fully_shard(model, mesh=mesh.hsdp)
     found = model(ids, labels=ids).loss
     torch.testing.assert_close(found, expected)
     found.backward()
@@ -274,7 +276,32 @@ def check_dtensors(group, folder):
         assert torch.equal(parameter.to_local(), before[name]), name
 
 
-@pytest.mark.parametrize("check", [check_mesh, check_kept_under_a_plan], ids=lambda check: check.__name__)
+def check_copies(group):
+    """Two copies, each divided over the two ranks of a sequence: gradients are those of the mean over all tokens."""
+    mesh = build_mesh(dp_replicate=2, cp=2)
+    assert mesh.hsdp.mesh_dim_names == ("dp_replicate", "fsdp") and mesh.hsdp.mesh.tolist() == [[0, 1], [2, 3]]
+    torch.manual_seed(0)
+    whole = GPTLMHeadModel(GPT2Config(**SIZES))
+    model = copy.deepcopy(whole)
+    ids = torch.randint(60, (2, 29))
+    labels = ids.clone()
+    labels[0, 5:] = -100  # means of the two rows are not those of equally many tokens
+    expected = whole(ids, labels=labels).loss
+    expected.backward()
+    for part in (*model.transformer.layers, model):
+        fully_shard(part, mesh=mesh.hsdp)
+    plan = Plan(29, mesh.cp, loss_group=mesh.loss, granularity=1)
+    row = slice(mesh.batch.get_local_rank(), mesh.batch.get_local_rank() + 1)
+    loss = model(**plan.shard_batch(dict(input_ids=ids[row], labels=labels[row])), cp_plan=plan).loss
+    loss.backward()
+    dist.all_reduce(loss := loss.detach(), group=group)
+    torch.testing.assert_close(loss / 4, expected.detach())
+    for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert len(ours.placements) == 2
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("check", [check_mesh, check_kept_under_a_plan, check_copies], ids=lambda check: check.__name__)
 def test_over_four(check):
     over_processes(4, check)
 

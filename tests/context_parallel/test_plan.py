@@ -137,9 +137,53 @@ def test_the_layout_follows_documents_and_method():
     assert OnePlan([32, 32], 0, 2).layout == "balanced"
     assert OnePlan([32, 32], 0, 2, method="ulysses").layout == "contiguous"
     assert OnePlan(64, 0, 2).method == "gather"
+    windows = dict(window_size=(4, 0))
+    assert OnePlan(64, 0, 2, **windows).layout == "contiguous" and OnePlan(63, 0, 2, **windows).layout == "zigzag"
+    assert OnePlan([32, 32], 0, 2, **windows).layout == "balanced"
+    assert OnePlan(64, 0, 2, layout="zigzag", **windows).layout == "zigzag"
     assert repr(OnePlan(64, 0, 2)) == (
         "Plan(1 documents, 64 tokens, rank 0 of 2 has 32, layout='zigzag', method='gather')"
     )
+
+
+def documents(total, mean, most):
+    """Lengths that are spread exponentially, of this mean and at most `most`."""
+    rng, lengths = random.Random(0), []
+    while sum(lengths) < total:
+        lengths.append(min(int(rng.expovariate(1 / mean)) + 1, most, total - sum(lengths)))
+    return lengths
+
+
+K = 1024
+LONG, OF_8K = [256 * K], documents(256 * K, 8 * K, 64 * K)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seqlens", "calls", "method"),
+    [
+        (2, [32 * K], dict(heads=32, heads_k=8), "ulysses"),  # here and below, what was faster on GPUs
+        (4, [128 * K], dict(heads=32, heads_k=8), "ulysses"),
+        (2, OF_8K, dict(heads=32, heads_k=8), "gather"),
+        (4, OF_8K, dict(heads=32, heads_k=8), "ulysses"),
+        (2, LONG, dict(heads=32, heads_k=8, window_size=(4095, 0)), "gather"),
+        (4, LONG, dict(heads=32, heads_k=8, window_size=(4095, -1)), "gather"),
+        (4, LONG, dict(heads=32), "ulysses"),  # and here, what the same numbers say
+        (4, LONG, dict(heads=32, heads_k=1), "gather"),
+        (16, LONG, dict(heads=32, heads_k=1), "ulysses"),
+        (16, LONG, dict(heads=32, heads_k=8), "ulysses"),  # each key head on two ranks
+        (3, LONG, dict(heads=32, heads_k=8), "gather"),  # 11, 11 and 10 heads
+        (64, LONG, dict(heads=32, heads_k=8), "gather"),
+        (1, LONG, dict(heads=32), "gather"),
+        (4, LONG, dict(window_size=(4095, 0)), "gather"),
+        (4, [0], dict(heads=32), "gather"),
+    ],
+)
+def test_auto_is_the_faster_method(ranks, seqlens, calls, method):
+    plan = OnePlan(seqlens, 0, ranks, **calls)
+    of_gather = "contiguous" if "window_size" in calls else "balanced" if len(seqlens) > 1 else "zigzag"
+    assert (plan.method, plan.layout) == (method, "contiguous" if method == "ulysses" else of_gather)
+    given = OnePlan(seqlens, 0, ranks, method="gather", **calls)
+    assert (given.method, given.layout) == ("gather", of_gather)
 
 
 def test_plans_are_made_on_the_host():
@@ -209,6 +253,10 @@ def test_rotary_rows_are_those_of_positions():
         (dict(layout="striped", each_document=True), "each_document must be False with layout='striped'"),
         (dict(granularity=0), "granularity must be at least 1"),
         (dict(head_groups=0), "head_groups must be at least 1"),
+        (dict(heads=0), "heads must be at least 1, found 0"),
+        (dict(heads_k=2), "heads must be given with heads_k, found None with heads_k=2"),
+        (dict(heads=4, heads_k=3), "heads_k must be a divisor of heads, 4, found 3"),
+        (dict(heads=4, window_size=(1, 2, 3)), "window_size"),
         (dict(pad_to=3), "pad_to must be at least the tokens of a rank, 8, found 3"),
     ],
 )

@@ -34,7 +34,8 @@ SIGNATURES = {
     "flash_attn.context_parallel": {
         "Plan": (
             "seqlens, group, *, layout='auto', method='auto', granularity=128, pad_to=None, head_groups=None, "
-            "each_document=False, loss_group=None, device=None"
+            "each_document=False, heads=None, heads_k=None, "
+            "window_size=(-1, -1), loss_group=None, device=None"
         ),
         "Plan.shard": "self, x, dim=1, fill=0",
         "Plan.unshard": "self, x, dim=1",
@@ -839,7 +840,7 @@ SIGNATURES = {
         "benchmark_memory": "fn, *inputs, desc='', verbose=True, **kwinputs",
     },
     "flash_attn.parallel": {
-        "Meshes": "whole, dp_replicate, dp_shard, cp, tp, batch, fsdp, loss",
+        "Meshes": "whole, dp_replicate, dp_shard, cp, tp, batch, fsdp, loss, hsdp",
         "build_mesh": "dp_replicate=1, dp_shard=-1, cp=1, tp=1, *, device_type=None",
         "chunked": "module, x, chunks, parameters=None",
         "set_mlp_chunks": "model, chunks",

@@ -189,6 +189,10 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
             ["strategy=tp", "trainer.strategy.tensor_parallel_size=0"],
             r"\ntrainer\.strategy\.tensor_p.* least 1, found 0",
         ),
+        (
+            ["strategy=long", "trainer.strategy.dp_replicate=0"],
+            r"\ntrainer\.strategy\.dp_replicate .* least 1, found 0",
+        ),
         (["strategy=tp", "trainer.strategy.tensor_parallel_size=two"], r"\ntrainer\.strategy\.tensor_p.* found 'two'"),
         (
             ["strategy=ddp", "++trainer.strategy.static_grap=true"],

@@ -7,11 +7,13 @@
     out = LongContextAttention(ring_impl_type="zigzag")(q, k, v, causal=True)
 
 Attention is that of `flash_attn.context_parallel.cp_attn_func` by method="usp", or "ulysses" where no keys are divided,
-which also has dropout and ALiBi. Options that choose another attention or how it waits have no effect.
+which also has dropout and ALiBi. Options that choose another attention or how it waits have no effect, and modules
+return out alone, also with return_attn_probs.
 """
 
+import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,11 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_attn._ops import checks
-from flash_attn.context_parallel import Plan, cp_attn_func
+from flash_attn.context_parallel import Plan, cp_attn_func, cp_attn_qkvpacked_func
 from flash_attn.utils.distributed import device_of
 
 __all__ = [
     "EXTRACT_FUNC_DICT",
+    "RING_IMPL_QKVPACKED_DICT",
+    "AttnType",
     "LongContextAttention",
     "LongContextAttentionQKVPacked",
     "UlyssesAttention",
@@ -33,8 +37,39 @@ __all__ = [
     "stripe_extract_local",
     "zigzag_extract_local",
 ]
-_LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "strip": "striped"}
-_GROUPS: dict[str, Any] = {}  # what `set_seq_parallel_pg` has set
+_LAYOUTS = {
+    "basic": "contiguous",
+    "basic_pytorch": "contiguous",
+    "basic_flashinfer": "contiguous",
+    "zigzag": "zigzag",
+    "strip": "striped",
+}
+_GROUPS: dict[str, Any] = {}  # what `set_seq_parallel_pg` has set: the group, and where ranks are in it
+
+
+class AttnType(enum.Enum):
+    """The kernels of yunchang. Here attention is always that of this package."""
+
+    AITER = "aiter"
+    FA = "fa"
+    FA3 = "fa3"
+    FLASHINFER = "flashinfer"
+    TORCH_MATH = "torch_math"
+    TORCH_FLASH = "torch_flash"
+    TORCH_EFFICIENT = "torch_efficient"
+    TORCH_CUDNN = "torch_cudnn"
+    SAGE_AUTO = "sage_auto"
+    SAGE_FP16 = "sage_fp16"
+    SAGE_FP16_TRITON = "sage_fp16_triton"
+    SAGE_FP8 = "sage_fp8"
+    SAGE_FP8_SM90 = "sage_fp8_sm90"
+    SPARSE_SAGE = "sparse_sage"
+    NPU = "npu"
+
+    @classmethod
+    def from_string(cls, s: str) -> "AttnType":
+        """Returns the member with this value."""
+        return cls(s)
 
 
 def set_seq_parallel_pg(
@@ -58,6 +93,7 @@ def set_seq_parallel_pg(
     device = device_of(cast(dist.ProcessGroup, dist.group.WORLD)).type
     mesh = DeviceMesh(device, ranks, mesh_dim_names=("dp", "ring", "ulysses"))
     _GROUPS["group"] = mesh["ulysses"].get_group() if sp_ring_degree == 1 else mesh["ring", "ulysses"]
+    _GROUPS["places"] = ranks[0].flatten().argsort().tolist()
     _plan.cache_clear()
 
 
@@ -68,6 +104,11 @@ def _plan(total, group, layout):
     return Plan(total, group, layout="contiguous", method="ulysses", granularity=1)  # every layout is, with one ring
 
 
+@functools.lru_cache(maxsize=16)
+def _plan_of_ring(total, group, layout):
+    return Plan(total, group, layout=layout, method="gather", granularity=1)
+
+
 class _Attention(nn.Module):
     """Attention of sequences that are divided over the ranks of a group, in a layout."""
 
@@ -75,7 +116,7 @@ class _Attention(nn.Module):
         super().__init__()
         self.layout, self.group = layout, group
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
         group = self.group
         if group is None:
             if not _GROUPS:
@@ -83,7 +124,8 @@ class _Attention(nn.Module):
             group = _GROUPS["group"]
         checks.tensor("query", q)
         checks.ndim("query", q, "(batch, seqlen, heads, head_dim)")
-        return cp_attn_func(q, k, v, *options, plan=_plan(q.shape[1] * group.size(), group, self.layout))
+        plan = _plan(q.shape[1] * group.size(), group, self.layout)
+        return cast(Tensor, cp_attn_func(q, k, v, *options, plan=plan))
 
 
 class LongContextAttention(_Attention):
@@ -122,9 +164,9 @@ class LongContextAttention(_Attention):
         deterministic: bool = False,
         return_attn_probs: bool = False,
         *args: Any,
-    ) -> Any:
+    ) -> Tensor:
         """Attention of this rank's tokens, (batch, seqlen, heads, head_dim), as `cp_attn_func` computes it."""
-        options = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        options = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
         return self._attend(query, key, value, dropout_p, *options)
 
 
@@ -145,7 +187,7 @@ class LongContextAttentionQKVPacked(_Attention):
         _check_dimensions(scatter_idx, gather_idx, 3)
         super().__init__(_layout_of(ring_impl_type))
 
-    def forward(self, qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As `LongContextAttention.forward`, whose other arguments follow qkv."""
         checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
         q, k, v = qkv.unbind(2)
@@ -185,32 +227,68 @@ def _check_dimensions(scatter_idx, gather_idx, heads):
     checks.number("gather_idx", gather_idx, gather_idx == 1, "1")
 
 
+def _of_ring(layout: str) -> Callable:
+    def func(
+        qkv: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: Any = None,
+        attn_type: Any = None,
+    ) -> Any:
+        """Attention of qkv (batch, tokens, 3, heads, head_dim) over one group; with return_attn_probs, also its lse."""
+        group = dist.group.WORLD if group is None else group
+        checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
+        plan = _plan_of_ring(qkv.shape[1] * group.size(), group, layout)
+        options = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+        found: Any = cp_attn_qkvpacked_func(qkv, dropout_p, *options, plan=plan, return_lse=return_attn_probs)
+        return (*found, None) if return_attn_probs else found
+
+    return func
+
+
+def _place(rank: int, world_size: int) -> int:
+    """Where a rank is in the mesh of `set_seq_parallel_pg`, counted along "ulysses" first."""
+    places = _GROUPS.get("places", [])
+    return places[rank] if len(places) == world_size else rank
+
+
 def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, dim: int = 1, **kwargs: Any) -> Tensor:
     """Returns the part of a whole sequence that a rank has, with ring_impl_type="basic".
 
     value: the sequence along dim. rank, world_size: among the ranks that share it. args, kwargs: of no effect.
     """
-    return value.chunk(world_size, dim)[rank].detach().clone()
+    return value.chunk(world_size, dim)[_place(rank, world_size)].detach().clone()
 
 
 def zigzag_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1, *args: Any, **kwargs: Any
 ) -> Tensor:
     """`basic_extract_local` with ring_impl_type="zigzag". rd, ud: the degrees of ring and ulysses."""
-    chunks, ring = value.chunk(2 * rd, dim), rank // ud
-    return torch.cat([chunks[ring], chunks[2 * rd - 1 - ring]], dim).chunk(ud, dim)[rank % ud].detach().clone()
+    ring, ulysses = divmod(_place(rank, world_size), ud)
+    chunks = value.chunk(2 * rd, dim)
+    return torch.cat([chunks[ring], chunks[2 * rd - 1 - ring]], dim).chunk(ud, dim)[ulysses].detach().clone()
 
 
 def stripe_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, *args: Any, dim: int = 1, **kwargs: Any
 ) -> Tensor:
     """`basic_extract_local` with ring_impl_type="strip". rd, ud: the degrees of ring and ulysses."""
-    stripe = value.unflatten(dim, (-1, rd)).select(dim + 1, rank // ud)
-    return stripe.chunk(ud, dim)[rank % ud].detach().clone()
+    ring, ulysses = divmod(_place(rank, world_size), ud)
+    stripe = value.unflatten(dim, (-1, rd)).select(dim + 1, ring)
+    return stripe.chunk(ud, dim)[ulysses].detach().clone()
 
 
+RING_IMPL_QKVPACKED_DICT = {kind: _of_ring(layout) for kind, layout in _LAYOUTS.items() if kind != "basic_pytorch"}
 EXTRACT_FUNC_DICT = {
     "basic": basic_extract_local,
+    "basic_pytorch": basic_extract_local,
+    "basic_flashinfer": basic_extract_local,
     "strip": stripe_extract_local,
     "zigzag": zigzag_extract_local,
 }

@@ -28,6 +28,8 @@ class FSDPStrategy(MeshStrategy):
             a GPU's memory, and otherwise True, as it is on a CPU.
         reduce_dtype: the dtype in which gradients are summed, with a precision of 16 bits: "float32", "bfloat16" or
             "float16".
+        dp_replicate: copies of the parameters. Each is divided over the other processes of data and of context
+            parallelism; gradients are summed within a copy, and then their parts between copies (HSDP).
         kwargs: of `MeshStrategy`. With tensor_parallel_size, the part of each layer is divided further by FSDP.
 
     Layers in a list called `layers`, `blocks` or `h` are gathered one by one, all other parameters together. With
@@ -37,7 +39,13 @@ class FSDPStrategy(MeshStrategy):
 
     strategy_name = "fsdp"
 
-    def __init__(self, reshard_after_forward: bool | None = None, reduce_dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        reshard_after_forward: bool | None = None,
+        reduce_dtype: str = "float32",
+        dp_replicate: int = 1,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         if not isinstance(reshard_after_forward, bool | None):
             raise ValueError(
@@ -48,12 +56,13 @@ class FSDPStrategy(MeshStrategy):
                 f"trainer.strategy.reduce_dtype must be one of {', '.join(_REDUCE_DTYPES)}, found {reduce_dtype!r}"
             )
         self.reshard_after_forward, self.reduce_dtype = reshard_after_forward, reduce_dtype
+        self.dp_replicate = dp_replicate
 
     def distribute(self) -> None:
         module = self.lightning_module
         with _keep_attributes(module):
             if not isinstance(module, FSDPModule):
-                shard(module, self.mesh["dp"], self._reshards(module), self._policy())
+                shard(module, self.mesh.hsdp, self._reshards(module), self._policy())
             allocate(module, self.root_device)
             self.model_to_device()
 
@@ -100,7 +109,7 @@ class FSDPStrategy(MeshStrategy):
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
-    """Divide a module over a mesh with one dimension, in place."""
+    """Divide a module in place, over a mesh of one dimension, or over the second in copies over the first."""
     options: dict[str, Any] = dict(mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     lists = [each for name, each in module.named_modules() if name.rpartition(".")[2] in _LISTS]
     for layer in [layer for each in lists if isinstance(each, nn.ModuleList) for layer in each]:

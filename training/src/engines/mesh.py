@@ -1,7 +1,4 @@
-"""Processes in two dimensions: dp, which read different samples, and tp, which share a copy of the model.
-
-With context parallelism, neighbours in dp have parts of the same samples.
-"""
+"""Strategies that divide a model, on the meshes of `flash_attn.parallel.build_mesh`."""
 
 import functools
 from collections.abc import Mapping
@@ -13,11 +10,11 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from flash_attn.context_parallel import Plan
-from flash_attn.parallel import set_mlp_chunks
+from flash_attn.modules.mha import MHA, ParallelMHA
+from flash_attn.parallel import Meshes, build_mesh, set_mlp_chunks
 from src.engines import tensor_parallel
 from src.engines.strategies import DDPStrategy
 from src.utils import checkpoint as checkpoints
@@ -26,8 +23,8 @@ _RECOMPUTE = ("none", "block")
 
 
 class MeshStrategy(DDPStrategy):
-    """The base of strategies that divide a model. Neighbouring processes share a model, and next, samples:
-    rank = (dp rank * cp + cp rank) * tp + tp rank.
+    """The base of strategies that divide a model. Neighbouring processes share a model, and next, samples, and next,
+    a copy of the parameters: rank = ((copy * shards + shard) * cp + cp rank) * tp + tp rank.
 
     Only the first process needs to have the model with its first weights; the others may have it on the meta device,
     without memory, and get their parts from the first (`src.engines.whole_on_first_process`).
@@ -40,14 +37,16 @@ class MeshStrategy(DDPStrategy):
         sequence_parallel: between the divided layers, in norms and dropout, also divide the tokens.
         context_parallel_size: over how many processes the tokens of each sample are divided, in all layers. It needs a
             flash_attn.models.gpt.GPTLMHeadModel with use_flash_attn, without dropout of attention.
-        context_parallel: arguments of `flash_attn.context_parallel.Plan`, such as layout and method.
+        context_parallel: arguments of `flash_attn.context_parallel.Plan`, such as layout and method. It is told the
+            numbers of heads and the windows of the model, by which method="auto" chooses.
         recompute: "block" computes each block of a GPTLMHeadModel again in the backward, but not its attention; "none".
         offload: with it, keep the inputs of blocks and the results of attention in the memory of the host.
         mlp_chunks: compute MLPs of a GPTLMHeadModel for so many parts of the tokens, one after the other.
         kwargs: of `DDPStrategy`.
     """
 
-    mesh: DeviceMesh | None = None
+    mesh: Meshes | None = None
+    dp_replicate = 1  # copies of parameters that are divided
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class MeshStrategy(DDPStrategy):
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // sharing}
 
     def check_size(self, processes: int) -> None:
-        """Raise ValueError if tensor_parallel_size or context_parallel_size do not divide the number of processes."""
+        """Raise ValueError if the sizes of this strategy do not divide the number of processes."""
         size = self.tensor_parallel_size
         if size < 1 or processes % size:
             raise ValueError(
@@ -97,24 +96,37 @@ class MeshStrategy(DDPStrategy):
                 "trainer.strategy.context_parallel_size must divide the number of processes over tensor_parallel_size, "
                 f"{processes // size}, found {ranks}"
             )
+        readers, copies = processes // (size * ranks), self.dp_replicate
+        if copies < 1 or readers % copies:
+            raise ValueError(
+                "trainer.strategy.dp_replicate must divide the number of processes that read different samples, "
+                f"{readers}, found {copies}"
+            )
 
     def plan(self, seqlen: int) -> Plan | None:
         """How samples of so many tokens are divided over the processes that share them; None if they are not."""
         if self.context_parallel_size == 1:
             return None
         if seqlen not in self._plans:
-            group, all_of_them = (self.cp_mesh.get_group(), self.mesh["dp"].get_group())
-            self._plans[seqlen] = Plan(seqlen, group, loss_group=all_of_them, **self.context_parallel)
+            options = self._sizes_of_attention() | self.context_parallel
+            self._plans[seqlen] = Plan(seqlen, self.mesh.cp, loss_group=self.mesh.loss, **options)
         return self._plans[seqlen]
+
+    def _sizes_of_attention(self) -> dict[str, Any]:
+        """What the layers call attention with, by which a plan chooses its method: the same in all processes."""
+        layers = [each for each in self.lightning_module.modules() if isinstance(each, (MHA, ParallelMHA))]
+        windows = [getattr(each.inner_attn, "window_size", (-1, -1))[0] for each in layers]
+        size, heads, heads_k = self.tensor_parallel_size, layers[0].num_heads, layers[0].num_heads_kv
+        if heads_k % size:  # processes have different numbers of heads, and must choose the same
+            return {}
+        widest = -1 if min(windows) < 0 else max(windows)
+        return dict(heads=heads // size, heads_k=heads_k // size, window_size=(widest, -1))
 
     def setup_environment(self) -> None:
         self.check_size(self.world_size)
         super().setup_environment()
-        device, tp, cp = self.root_device.type, self.tensor_parallel_size, self.context_parallel_size
-        self.mesh = init_device_mesh(device, (self.world_size // tp, tp), mesh_dim_names=("dp", "tp"))
-        if cp > 1:
-            shape = (self.data_parallel_size, cp, tp)
-            self.cp_mesh = init_device_mesh(device, shape, mesh_dim_names=("samples", "cp", "tp"))["cp"]
+        cp, tp = self.context_parallel_size, self.tensor_parallel_size
+        self.mesh = build_mesh(self.dp_replicate, cp=cp, tp=tp, device_type=self.root_device.type)
 
     def setup(self, trainer: L.Trainer) -> None:
         """As Lightning's, but divides the model, before the optimiser is created, and for evaluation as well."""
@@ -123,7 +135,7 @@ class MeshStrategy(DDPStrategy):
         whole = {name: parameter.detach() for name, parameter in self.lightning_module.named_parameters()}
         anywhere_meta = any(checkpoints.gather(any(each.is_meta for each in whole.values())))
         if self.tensor_parallel_size > 1:
-            tensor_parallel.divide(self.lightning_module, self.mesh["tp"].get_group(), self.sequence_parallel)
+            tensor_parallel.divide(self.lightning_module, self.mesh.tp.get_group(), self.sequence_parallel)
         self._save_memory()
         self.model = self.lightning_module
         self.distribute()
@@ -177,7 +189,7 @@ class MeshStrategy(DDPStrategy):
                 set_mlp_chunks(model, self.mlp_chunks)
 
     def distribute(self) -> None:
-        """Bring the model to the device, in copies or divided over the dp processes."""
+        """Bring the model to the device, in copies or divided over processes with other tokens."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -199,7 +211,7 @@ class MeshStrategy(DDPStrategy):
         def closure_and_sums():
             loss = closure()
             if self.tensor_parallel_size > 1:
-                tensor_parallel.sum_gradients(self.lightning_module, self.mesh["tp"].get_group())
+                tensor_parallel.sum_gradients(self.lightning_module, self.mesh.tp.get_group())
             return loss
 
         return super().optimizer_step(optimizer, closure_and_sums, model, **kwargs)
@@ -215,13 +227,13 @@ class MeshStrategy(DDPStrategy):
         """The norm of the gradients of all processes, counting each element once even if several have it."""
         norms = torch.stack(torch._foreach_norm([_local(each.grad) for each in parameters], 2, dtype=torch.float32))
         counts = [self.tensor_parallel_rank == 0 or not tensor_parallel.is_shared(each) for each in parameters]
-        divided = [isinstance(each, DTensor) for each in parameters]  # over the dp processes
+        divided = [isinstance(each, DTensor) for each in parameters]  # over the processes of a copy
         own, parts = torch.tensor([counts, divided]).to(norms.device, non_blocking=True)
         squares = norms.double().square() * own
         divided, copied = (squares * parts).sum(), (squares * ~parts).sum()
-        dist.all_reduce(divided, group=self.mesh["dp"].get_group())
+        dist.all_reduce(divided, group=self.mesh.fsdp.get_group())
         total = divided + copied
-        dist.all_reduce(total, group=self.mesh["tp"].get_group())
+        dist.all_reduce(total, group=self.mesh.tp.get_group())
         return total.sqrt().float()
 
     def teardown(self) -> None:
@@ -260,8 +272,8 @@ class TensorParallelStrategy(MeshStrategy):
 
     def distribute(self) -> None:
         self.model_to_device()
-        if self.mesh["dp"].size() > 1 and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._ddp_kwargs["process_group"] = self.mesh["dp"].get_group()
+        if self.mesh.loss.size() > 1 and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._ddp_kwargs["process_group"] = self.mesh.loss.get_group()
             self.configure_ddp()
 
 
