@@ -149,6 +149,14 @@ def test_models_that_do_not_keep_documents_apart(overrides, found, monkeypatch):
         SequenceLMModel(small(*overrides))
 
 
+def test_tokens_that_are_divided_are_refused(monkeypatch):
+    task = SequenceLMModel(small("train.loss_fn=linear"))
+    monkeypatch.setattr(task, "plan_of", lambda x: object())
+    x = torch.ones(2, 16, dtype=torch.int64)
+    with pytest.raises(ValueError, match="separate_documents must be false with context_parallel_size above 1"):
+        task.step((x, x, torch.tensor([0, 32], dtype=torch.int32)))
+
+
 def test_a_tokenizer_without_an_end(tmp_path, monkeypatch):
     for name in ("train", "validation"):
         (tmp_path / f"{name}.txt").write_text("abc" * 90)

@@ -113,9 +113,11 @@ class Muon(MasterAdamW):
         """Steps of lr 1, of the parts of weights that this process has."""
         whole = [_whole(step.bfloat16(), p) for p, step in zip(weights, steps)]
         parts = [each.split(group["stacked"] or len(each)) for each in whole]
-        flat = iter(orthogonalized([part for each in parts for part in each], group["ns_steps"]))
-        scaled = [[next(flat).float() * _SIZE_OF_ADAMW * math.sqrt(max(part.shape)) for part in each] for each in parts]
-        return [_part(torch.cat(each), p) for p, each in zip(weights, scaled)]
+        flat = orthogonalized([part for each in parts for part in each], group["ns_steps"])
+        torch._foreach_mul_(flat, [_SIZE_OF_ADAMW * math.sqrt(max(each.shape)) for each in flat])
+        left = iter(flat)
+        joined = [[next(left) for _ in each] for each in parts]
+        return [_part(torch.cat(each) if len(each) > 1 else each[0], p) for p, each in zip(weights, joined)]
 
 
 def orthogonalized(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
