@@ -638,8 +638,8 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
                 cp_plan=cp_plan,
             )
             max_seqlen, fits = self._check_documents(cu_seqlens, max_seqlen, tokens)
-            if self.embeddings.max_position_embeddings > 0:
-                position_ids = _positions_in_documents(cu_seqlens, tokens.shape)
+            if self.embeddings.max_position_embeddings > 0:  # which there must be, even where documents do not fit
+                position_ids = _positions_in_documents(cu_seqlens, tokens.shape).clamp(0, max(max_seqlen - 1, 0))
         elif max_seqlen is not None:
             raise ValueError(f"max_seqlen must be None without cu_seqlens, found {max_seqlen}")
         if cp_plan is not None:
@@ -1114,7 +1114,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             if labels is not None or shift_labels is not None:
                 following = _following(labels, shift_labels, attention_mask, cu_seqlens, shape, num_last_tokens)
                 loss = self._loss(hidden, following, loss_fn, num_items_in_batch, cp_plan)
-                if num_items_in_batch is not None and not attention_mask is cu_seqlens is None:
+                if num_items_in_batch is not None and (attention_mask is not None or cu_seqlens is not None):
                     loss = loss * _counted_by_trainers(labels, shift_labels, following)
                 return as_asked(CausalLMLoss(loss=loss), return_dict)
             logits = self.lm_head(hidden)

@@ -85,7 +85,6 @@ def test_loss_and_gradients(name, device):
 def test_one_document_is_a_row(device):
     model, x, _ = packed("modern", OVER_ROWS, device)
     rows = torch.tensor([0, 12, 24], dtype=torch.int32, device=device)
-    assert torch.equal(model(x, cu_seqlens=rows).logits, model(x).logits) or device.type == "cuda"
     torch.testing.assert_close(model(x, cu_seqlens=rows).logits, model(x).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -99,6 +98,8 @@ def test_shift_labels_are_taken_as_they_are(device):
 def test_same_bits_in_any_batch(device):
     """With level 2 of batch invariance."""
     model, x, cu_seqlens = packed("modern, fused", OVER_ROWS, device)
+    if device.type == "cuda":
+        model.bfloat16()  # on the CPU that would round many differences away
     with batch_invariant(2):
         logits = model(x, cu_seqlens=cu_seqlens, max_seqlen=16).logits.flatten(0, 1)
         for part in parts(OVER_ROWS):
@@ -159,10 +160,12 @@ def test_models_that_cannot(fields, message):
         model(ids(), cu_seqlens=ENDS)
 
 
-def test_what_cannot_be_read_becomes_nan():
+@pytest.mark.parametrize("name", ["learned positions", "rotary"])
+def test_what_cannot_be_read_becomes_nan(name):
     """In a compiled graph, as on a GPU."""
-    model, x, cu_seqlens = packed("rotary", WITHIN_ROWS, "cpu")
+    model, x, cu_seqlens = packed(name, WITHIN_ROWS, "cpu")
     expected = model(x, cu_seqlens=cu_seqlens).logits
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, cu_seqlens=cu_seqlens).logits, expected)
     assert compiled(x, cu_seqlens=cu_seqlens, max_seqlen=9).logits.isnan().all()
+    assert compiled(x, cu_seqlens=cu_seqlens.clamp(max=20)).logits.isnan().all()  # some tokens are in none
