@@ -2,7 +2,9 @@
 
 train: a step of training in bf16, forward, loss, backward and fused AdamW, without dropout. flops: 6 for each weight
 that a token meets, and 3.5 times those of the causal half of attention's forward. peak_mb: gradients and what the step
-needs for a while, beyond parameters and the optimizer's state.
+needs for a while, beyond parameters and the optimizer's state. train_masters: the same with masters of the weights in
+float32. train_recipe: as the recipes of training/ do it: weights in float32 under autocast, a residual stream in
+float32, dropout, gradients that are clipped, and a loss that overwrites all logits.
 
 decode: one token for each sequence at the end of a cache that it fills. flash_attn replays the CUDA graph that
 `generate(cg=True)` makes; transformers has its static cache, eager and compiled, and the compiled one replays a CUDA
@@ -24,6 +26,7 @@ import torch
 
 from benchmarks.benchmark_block import graphed
 from benchmarks.harness import DTYPES, Case, main
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.models.gpt import GPTLMHeadModel
 from flash_attn.models.llama import llama_config_to_gpt2_config
 from flash_attn.utils.generation import InferenceParams, update_graph_cache
@@ -72,17 +75,36 @@ BATCHES = {"cuda": (1, 8, 32), "cpu": (2,)}
 CONTEXTS = {"cuda": (1024, 8192), "cpu": (16,)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How a step of training is computed."""
+
+    weights: str = "bf16"  # or "masters", bf16 with masters in float32; or "fp32", under autocast
+    dropout: float = 0.0
+    clip: float | None = None  # the largest norm of the gradients
+    residual_in_fp32: bool = False  # in this library's model
+    of_logits: bool = False  # of which the loss is computed in this library's model, and not of hidden states
+
+
+TRAINING = {
+    "train": Training(),
+    "train_masters": Training(weights="masters"),
+    "train_recipe": Training("fp32", dropout=0.1, clip=1.0, residual_in_fp32=True, of_logits=True),
+}
+
+
 def cases(device):
-    for name, (batch, seqlen) in STEPS[device].items():
-        shape = MODELS[device][name]
-        attention = 3.5 * 2 * seqlen * shape.width * shape.layers
-        yield Case(
-            "train",
-            f"{name} {batch}x{seqlen}",
-            "bf16",
-            functools.partial(trainers, shape, batch, seqlen, device),
-            flops=batch * seqlen * (6 * shape.weights + attention),
-        )
+    for op, how in TRAINING.items():
+        for name, (batch, seqlen) in STEPS[device].items():
+            shape = MODELS[device][name]
+            attention = 3.5 * 2 * seqlen * shape.width * shape.layers
+            yield Case(
+                op,
+                f"{name} {batch}x{seqlen}",
+                "bf16",
+                functools.partial(trainers, shape, batch, seqlen, device, how),
+                flops=batch * seqlen * (6 * shape.weights + attention),
+            )
     for name in DECODED[device]:
         shape = MODELS[device][name]
         for batch in BATCHES[device]:
@@ -97,8 +119,9 @@ def cases(device):
                 )
 
 
-def configuration(shape, positions):
-    """The configuration of transformers for a shape: of GPT-2, or of Llama where there are key heads."""
+def configuration(shape, positions, dropout=0.0):
+    """The configuration of transformers for a shape: of GPT-2, or of Llama, without dropout but in attention, where
+    there are key heads."""
     import transformers
 
     tokens = dict(vocab_size=shape.vocab, bos_token_id=1, eos_token_id=2)
@@ -109,9 +132,9 @@ def configuration(shape, positions):
             n_head=shape.heads,
             n_inner=shape.hidden,
             n_positions=positions,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
             **tokens,
         )
     return transformers.LlamaConfig(
@@ -121,27 +144,35 @@ def configuration(shape, positions):
         num_key_value_heads=shape.heads_kv,
         intermediate_size=shape.hidden,
         max_position_embeddings=positions,
+        attention_dropout=dropout,
         **tokens,
     )
 
 
-def ours(shape, positions, device):
+def ours(shape, positions, device, how=TRAINING["train"]):
     """The package's model, with every option for speed."""
-    config = configuration(shape, positions)
+    config = configuration(shape, positions, how.dropout)
     if shape.heads_kv is not None:
         config = llama_config_to_gpt2_config(config)
-    for field, value in (FUSED | dict(fused_mlp=shape.heads_kv is None)).items():
+    fields = FUSED | dict(fused_mlp=shape.heads_kv is None)
+    fields |= dict(residual_in_fp32=True) if how.residual_in_fp32 else {}
+    for field, value in fields.items():
         setattr(config, field, value)
-    return GPTLMHeadModel(config, device=device, dtype=DTYPES["bf16"])
+    return GPTLMHeadModel(config, device=device, dtype=dtype_of(how))
 
 
-def theirs(shape, positions, device):
+def theirs(shape, positions, device, how=TRAINING["train"]):
     import transformers
 
-    config = configuration(shape, positions)
+    config = configuration(shape, positions, how.dropout)
     config._attn_implementation = "sdpa"
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES["bf16"])
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype_of(how))
+
+
+def dtype_of(how):
+    """The dtype of weights."""
+    return DTYPES["fp32" if how.weights == "fp32" else "bf16"]
 
 
 def freed():
@@ -155,27 +186,39 @@ def freed():
 # Training
 
 
-def trainers(shape, batch, seqlen, device):
+def trainers(shape, batch, seqlen, device, how):
     """A step of each model, which is made at the first call."""
     freed()
     input_ids = torch.randint(shape.vocab, (batch, seqlen), device=device)
     return {
         f"{provider}{' compiled' if compiled else ''}": lazily(
-            functools.partial(trainer, make, shape, input_ids, compiled)
+            functools.partial(trainer, make, shape, input_ids, compiled, how)
         )
         for provider, make in (("flash_attn", ours), ("transformers", theirs))
         for compiled in (False, True)
     }
 
 
-def trainer(make, shape, input_ids, compiled):
-    model = make(shape, input_ids.shape[1], input_ids.device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+def trainer(make, shape, input_ids, compiled, how):
+    """A function that takes a step of training with a model that `make` makes."""
+    from training.src.optim.adamw import MasterAdamW
+
+    model = make(shape, input_ids.shape[1], input_ids.device, how).train()
+    optimizer_cls = MasterAdamW if how.weights == "masters" else torch.optim.AdamW
+    optimizer = optimizer_cls(model.parameters(), lr=1e-6, fused=True)
     run = torch.compile(model) if compiled else model
+    of_logits = CrossEntropyLoss(inplace_backward=True, gradient_in_forward=True)
+    following = input_ids.roll(-1, dims=1).flatten()
 
     def step():
-        loss = run(input_ids, labels=input_ids).loss
+        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=how.weights == "fp32"):
+            if how.of_logits and make is ours:
+                loss = of_logits(run(input_ids).logits.flatten(0, 1), following)
+            else:
+                loss = run(input_ids, labels=input_ids).loss
         loss.backward()
+        if how.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

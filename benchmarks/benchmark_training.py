@@ -5,6 +5,11 @@ harness       `training/run.py`: data, logging and callbacks as in the experimen
 bare          a loop of the same model, loss, precision, clipping, optimizer and schedule on one batch that stays on the
               GPU: what the harness could reach
 transformers  the harness with the model of transformers, SDPA and torch.compile
+benchmark     a step of `benchmarks.benchmark_models` with the same shape, batch and settings, in the process of the
+              harness: the two take turns, some steps each, so that `of_benchmark` does not depend on the GPU's clock
+
+"recipe" has the settings of the recipe in configs/: weights in float32 under autocast, dropout, clipping, a residual
+stream in float32. "lean" has those of the benchmark: weights in bf16 with masters in float32, and none of these.
 
 The command line names cases by the number of GPUs and a name; `1/tiny` is for machines without a GPU, and all others
 need GPUs. With several GPUs, "apart" is as many independent runs at once, one on each, and `scaling` is the tokens per
@@ -41,6 +46,7 @@ from benchmarks.rows import ROWS, append_csv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WARM_UP = 20  # optimizer steps
+TURN = 10  # of two that take turns
 TEXT_BYTES = 4 * 10**7  # so that no epoch ends while the clock runs
 
 
@@ -53,6 +59,7 @@ class Case:
     batch: int  # sequences of a step on one device
     overrides: tuple[str, ...]
     transformers: tuple[str, ...] = ()  # in place of the experiment of the first override; none if empty
+    like: str | None = None  # the setting of benchmark_models.TRAINING that it has; None for none of them
     # On several GPUs, how they work together: {provider: overrides}
     together: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
@@ -65,6 +72,8 @@ class Case:
         if self.devices > 1:
             return {"apart": alone} | {name: (*self.overrides, *how) for name, how in self.together.items()}
         found = {"harness": alone, "bare": (*alone, f"trainer._target_={__spec__.name}.BareLoop")}
+        if self.like is not None:
+            found["harness"] = (*alone, f"+callbacks.stopwatch.beside={self.like}")
         if self.transformers:
             found["transformers"] = (*self.transformers, *alone[1:], "train.compile=true")
         return found
@@ -72,6 +81,14 @@ class Case:
 
 _SMALL = ("experiment=owt/gpt2s-flash", "trainer.precision=bf16")
 _MEDIUM = ("experiment=owt/gpt2m-flash", "trainer.precision=bf16")
+_LEAN = (
+    "trainer.precision=bf16-true",
+    "optimizer=adamw-master",
+    "trainer.gradient_clip_val=null",
+    "train.loss_fn=linear",
+    "model.config.residual_in_fp32=false",
+    *(f"++model.config.{kind}_pdrop=0.0" for kind in ("resid", "embd", "attn")),
+)
 _DDP = {
     "harness": ("strategy=ddp",),
     "bf16 gradients": ("strategy=ddp", "trainer.strategy.ddp_comm_hook=bfloat16_compress_hook"),
@@ -88,8 +105,12 @@ def cases(device):
     if device == "cpu":
         yield Case(1, "tiny", 16, ("experiment=tiny/text", "trainer.accelerator=cpu"))
         return
-    yield Case(1, "gpt2-124M", 32, _SMALL, ("experiment=owt/gpt2s-hf",))
-    yield Case(1, "gpt2-350M", 16, _MEDIUM, ("experiment=owt/gpt2m-hf",))
+    for name, batch, flash, theirs in (
+        ("gpt2-124M", 32, _SMALL, "owt/gpt2s-hf"),
+        ("gpt2-350M", 16, _MEDIUM, "owt/gpt2m-hf"),
+    ):
+        yield Case(1, name, batch, flash, (f"experiment={theirs}",), like="train_recipe")
+        yield Case(1, f"{name} lean", batch, (flash[0], *_LEAN), like="train_masters")
     yield Case(1, "gpt3-1.3B", 8, _1B)
     for devices in (2, 4):
         yield Case(devices, "gpt2-124M ddp", 32, _SMALL, together=_DDP)
@@ -100,9 +121,9 @@ def cases(device):
 class Row:
     """One line of the table and of the CSV file.
 
-    ms: of an optimizer step. of_bare, ratio, scaling: tokens per second over those of the bare loop, of transformers,
-    and of the runs apart. loader: the share of the time in which the loop waits for a batch. peak_mb: of the first GPU,
-    everything included.
+    ms: of an optimizer step. of_bare, of_benchmark, ratio, scaling: tokens per second over those of the bare loop, of
+    the benchmark's step, of transformers, and of the runs apart. loader: the share of the time in which the loop waits
+    for a batch. peak_mb: of the first GPU, everything included.
     """
 
     devices: int
@@ -111,6 +132,7 @@ class Row:
     tokens_per_s: float
     ms: float
     of_bare: float | None
+    of_benchmark: float | None
     ratio: float | None
     scaling: float | None
     loader: float | None
@@ -137,6 +159,8 @@ def main() -> None:
                 found[provider] = _run(case, [*overrides, *args.overrides], text, args.steps, apart=provider == "apart")
         failed += [f"{case}: {provider}" for provider, result in found.items() if result is None]
         found = {provider: result for provider, result in found.items() if result is not None}
+        if "benchmark" in found.get("harness", {}):
+            found["benchmark"] = found["harness"].pop("benchmark")
         rows = [_row(case, provider, found) for provider in found]
         append_csv(args.csv, [dataclasses.asdict(row) for row in rows])
         for row in rows:
@@ -174,6 +198,7 @@ def _row(case, provider, found):
         this["tokens_per_s"],
         this["ms"],
         of_bare=over("bare"),
+        of_benchmark=over("benchmark"),
         ratio=over("transformers"),
         scaling=over("apart"),
         loader=this["loader"],
@@ -289,10 +314,18 @@ def paths() -> str:
 
 
 class Stopwatch(L.Callback):
-    """Writes how long the optimizer steps after the first WARM_UP took, and how much of it was the wait for batches."""
+    """Writes how long the optimizer steps after the first WARM_UP took, and how much of it was the wait for batches.
 
-    def __init__(self, file: str) -> None:
-        self.file, self.waits = pathlib.Path(file), _Waits()
+    Arguments:
+        file: the JSON file to write.
+        beside: a setting of benchmark_models.TRAINING. After every TURN steps its step runs as often, with a model of
+            the same sizes, on the batch of that moment; the clock of the run stands still, and its own goes.
+    """
+
+    def __init__(self, file: str, beside: str | None = None) -> None:
+        self.file, self.beside, self.waits = pathlib.Path(file), beside, _Waits()
+        self.seconds = self.seconds_beside = 0.0
+        self.steps_beside = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         trainer.profiler = self.waits
@@ -300,31 +333,76 @@ class Stopwatch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.tick(trainer.global_step, trainer.max_steps, batch[0].numel() * trainer.world_size, trainer.is_global_zero)
+        step, last = trainer.global_step, trainer.max_steps
+        tokens = batch[0].numel() * trainer.world_size
+        if self.beside is not None:
+            if step == WARM_UP:
+                self.peak_mb = _peak_mb()
+                self.other = _step_of_benchmark(pl_module.model, batch[0], self.beside)
+                self._turn(WARM_UP)
+                self.seconds_beside, self.steps_beside = 0.0, 0
+            elif step > WARM_UP and ((step - WARM_UP) % TURN == 0 or step == last):
+                self.seconds += self._since()
+                self._turn(TURN)
+        self.tick(step, last, tokens, trainer.is_global_zero)
+
+    def _turn(self, steps):
+        """Let the benchmark do some steps."""
+        start = _now()
+        for _ in range(steps):
+            self.other()
+        self.start = _now()
+        self.seconds_beside += self.start - start
+        self.steps_beside += steps
+
+    def _since(self):
+        return _now() - self.start
 
     def tick(self, step: int, last: int, tokens: int, writes: bool = True) -> None:
         """To be called after each optimizer step; tokens: of one step, in all processes."""
-        if step not in (WARM_UP, last):
-            return
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
         if step == WARM_UP:
-            self.start, self.waits.seconds = now, 0.0
-        elif writes:
-            seconds, steps = now - self.start, last - WARM_UP
-            self.file.write_text(
-                json.dumps(
-                    {
-                        "tokens_per_s": tokens * steps / seconds,
-                        "ms": 1e3 * seconds / steps,
-                        "loader": self.waits.seconds / seconds,
-                        "device": "cuda" if on_gpu else "cpu",
-                        "peak_mb": torch.cuda.max_memory_allocated() / 1e6 if on_gpu else None,
-                    }
-                )
-            )
+            self.start, self.waits.seconds = _now(), 0.0
+        elif step == last and writes:
+            seconds = self.seconds if self.beside is not None else self._since()
+            found = _result(tokens, seconds, last - WARM_UP, self.waits.seconds)
+            if self.beside is not None:
+                found |= {
+                    "peak_mb": self.peak_mb,
+                    "benchmark": _result(tokens, self.seconds_beside, self.steps_beside, None),
+                }
+            self.file.write_text(json.dumps(found))
+
+
+def _step_of_benchmark(model, input_ids, setting):
+    """A function that takes a step of training with a model of the same sizes, as benchmark_models has it."""
+    from benchmarks import benchmark_models
+
+    config = model.config
+    inner = config.n_inner or 4 * config.n_embd
+    shape = benchmark_models.Shape(config.n_embd, config.n_layer, config.n_head, inner, config.vocab_size)
+    how = benchmark_models.TRAINING[setting]
+    return benchmark_models.trainer(benchmark_models.ours, shape, input_ids.clone(), False, how)
+
+
+def _result(tokens, seconds, steps, waits):
+    return {
+        "tokens_per_s": tokens * steps / seconds,
+        "ms": 1e3 * seconds / steps,
+        "loader": None if waits is None else waits / seconds,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "peak_mb": None if waits is None else _peak_mb(),
+    }
+
+
+def _now():
+    """The time when the GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _peak_mb():
+    return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else None
 
 
 class _Waits(Profiler):
@@ -358,12 +436,13 @@ class BareLoop:
     ) -> None:
         self.max_steps, self.clip, self.callback_metrics = max_steps, gradient_clip_val, {}
         self.global_step = max_steps  # after fit
-        self.dtype = {"bf16-mixed": torch.bfloat16, "32-true": None}[precision]
+        self.dtype = {"bf16-mixed": torch.bfloat16, "32-true": None, "bf16-true": None}[precision]
+        self.weights = torch.bfloat16 if precision == "bf16-true" else None
         self.stopwatch = next(each for each in callbacks if isinstance(each, Stopwatch))
 
     def fit(self, task: Any, datamodule: Any, ckpt_path: None) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        task.to(device).train()
+        task.to(device, self.weights).train()
         found = task.configure_optimizers()
         found = found if isinstance(found, dict) else {"optimizer": found}
         optimizer, schedule = found["optimizer"], found.get("lr_scheduler", {}).get("scheduler")

@@ -49,7 +49,7 @@ def main() -> None:
             "datamodule.batch_size=32",
             "train.global_batch_size=32",
             f"datamodule.dataset_name={text}",
-            f"datamodule.tokenizer_name={_vocabulary(text, folder)}",
+            f"datamodule.tokenizer_name={vocabulary(text, folder)}",
             "datamodule.num_workers=8",
         ]
     runs = list(itertools.product(PROVIDERS, SEEDS))
@@ -78,8 +78,8 @@ def _parse():
     return args
 
 
-def _vocabulary(text, folder):
-    """A file with a byte-level BPE that is learned from some of the text."""
+def vocabulary(text: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """A folder with a byte-level BPE that is learned from some of the text, a JSON Lines file."""
     from tokenizers import ByteLevelBPETokenizer
 
     with text.open() as lines:

@@ -137,6 +137,7 @@ def _training():
             name = {
                 "harness": "`training/`",
                 "bare": "a bare loop",
+                "benchmark": "a step of `benchmark_models`, in turns",
                 "transformers": "`training/` with transformers' model",
                 "apart": "as many runs apart",
                 "bf16 gradients": "`training/`, gradients sent in bf16",

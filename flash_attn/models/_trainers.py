@@ -273,10 +273,11 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "head_mask": ((None,), "no head can be left out"),
 }
 _OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_INSTEAD |= dict.fromkeys(_OF_PACKED, ((None,), "give each sequence a row of its own, with padding"))
+_INSTEAD |= dict.fromkeys(_OF_PACKED, ((None,), "give cu_seqlens, and max_seqlen"))
 _OF_ENCODERS = {
     "use_cache": (_OFF, "an encoder has no cache"),
     "past_key_values": ((None,), "an encoder has no cache"),
+    **dict.fromkeys(_OF_PACKED, ((None,), "give each sequence a row of its own, with padding")),
 }
 
 

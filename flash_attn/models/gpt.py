@@ -541,6 +541,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         self.residual_in_fp32 = s.residual_in_fp32
         self.prenorm = s.prenorm
         self.parallel_block = s.parallel_block
+        self.use_flash_attn = s.use_flash_attn
         self.fused_dropout_add_ln = s.fused_dropout_add_ln
         self.gradient_checkpointing = s.gradient_checkpointing
         self.embeddings = _embeddings(s, process_group, **factory)
@@ -589,6 +590,8 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         cp_plan: Plan | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """The normed residual stream after the last layer.
 
@@ -597,8 +600,8 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... from the first token if None,
                 or with inference_params from the number of keys that the caches hold for a row, as layers count.
                 Rotary embeddings and ALiBi are relative and ignore them; then they must count up by 1 in each row. They
-                do not separate sequences within a row: learned positions that begin again at 0 there, or others that do
-                not count up, are an error like that of attention_mask.
+                do not separate sequences within a row, as cu_seqlens does: learned positions that begin again at 0
+                there, or others that do not count up, are an error like that of attention_mask.
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
             attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, which may be on either side of the tokens,
                 but not between them. Padding between them is an error on the CPU; on a GPU, where reading the mask
@@ -611,6 +614,12 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
                 differ from them for learned positions only: else they are an error on the CPU; on a GPU, where reading
                 them would wait for the device, the row becomes NaN. Needs config.use_flash_attn; not with
                 attention_mask or inference_params.
+            cu_seqlens: (documents + 1,) int32, where documents begin in all tokens, one row after the other, and at the
+                end batch * seqlen. Tokens see only those of their document, and positions are those in it. Numbers that
+                do not rise from 0 to that, or by more than max_seqlen, are an error on the CPU; on a GPU, where reading
+                them would wait for the device, all of the output becomes NaN. Needs config.use_flash_attn; not with
+                position_ids, attention_mask, inference_params or cp_plan, and not with config.attn_dwconv.
+            max_seqlen: the length of the longest document, or more, for cu_seqlens; seqlen if None.
 
         Returns (batch, seqlen, features), with arbitrary values at padding; with a group and sequence_parallel, this
         process's part of (batch * seqlen, features).
@@ -620,8 +629,21 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         if inputs_embeds is not None and self.process_group is not None:
             raise ValueError("inputs_embeds must be None with process_group, found a tensor: give input_ids")
         leftpad = fits = None
+        if cu_seqlens is not None:
+            _refuse_with(
+                "cu_seqlens",
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                inference_params=inference_params,
+                cp_plan=cp_plan,
+            )
+            max_seqlen, fits = self._check_documents(cu_seqlens, max_seqlen, tokens)
+            if self.embeddings.max_position_embeddings > 0:  # which there must be, even where documents do not fit
+                position_ids = _positions_in_documents(cu_seqlens, tokens.shape).clamp(0, max(max_seqlen - 1, 0))
+        elif max_seqlen is not None:
+            raise ValueError(f"max_seqlen must be None without cu_seqlens, found {max_seqlen}")
         if cp_plan is not None:
-            _refuse_with_plan(attention_mask=attention_mask, inference_params=inference_params)
+            _refuse_with("cp_plan", attention_mask=attention_mask, inference_params=inference_params)
             if position_ids is None:
                 position_ids = cp_plan.position_ids.to(tokens.device)
             elif self.embeddings.max_position_embeddings == 0:
@@ -637,7 +659,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             leftpad, fits = _padding(attention_mask, tokens)
         if position_ids is not None:
             _check_of_tokens("position_ids", position_ids, tokens)
-            if inference_params is None and cp_plan is None:
+            if inference_params is None and cp_plan is None and cu_seqlens is None:
                 is_learned = self.embeddings.max_position_embeddings > 0
                 counts = _one_sequence(position_ids.expand_as(tokens), attention_mask, is_learned)
                 fits = counts if fits is None else fits & counts
@@ -654,18 +676,50 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             inputs_embeds = None if inputs_embeds is None else shifted(inputs_embeds, leftpad)
         given = dict(input_ids=input_ids) if inputs_embeds is None else dict(inputs_embeds=inputs_embeds)
         with layers_in_force():
-            hidden = self._run(given, tokens.shape[1], position_ids, inference_params, by_tokens, cp_plan)
+            documents = None if cu_seqlens is None else dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            hidden = self._run(given, tokens.shape[1], position_ids, inference_params, by_tokens, cp_plan, documents)
+        if documents is not None:
+            hidden = hidden if by_tokens else hidden.unflatten(0, tuple(tokens.shape))
+            return hidden if fits is None else hidden.masked_fill(~fits, math.nan)
         if leftpad is not None:
             hidden = shifted(hidden, -leftpad)
         return hidden if fits is None or by_tokens else hidden.masked_fill(~fits[:, None, None], math.nan)
 
-    def _run(self, given, seqlen, position_ids, inference_params, by_tokens, cp_plan):
-        """`forward` of rows that begin with a token. given: the input by its name."""
+    def _check_documents(self, cu_seqlens, max_seqlen, tokens):
+        """(max_seqlen, whether the documents are those of these tokens, or None where that is known to be so)."""
+        if not self.use_flash_attn:
+            raise ValueError("config.use_flash_attn must be True with cu_seqlens, found False")
+        checks.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32,), device=tokens.device)
+        checks.ndim("cu_seqlens", cu_seqlens, "(documents + 1)")
+        checks.number("cu_seqlens' length", len(cu_seqlens), len(cu_seqlens) > 1, "at least 2")
+        max_seqlen = tokens.shape[1] if max_seqlen is None else checks.whole("max_seqlen", max_seqlen)
+        limit = self.embeddings.max_position_embeddings
+        checks.number(
+            "max_seqlen", max_seqlen, limit == 0 or max_seqlen <= limit, "at most {}, the number of positions", limit
+        )
+        lengths, total = cu_seqlens.diff(), tokens.numel()
+        fits = ((lengths >= 0) & (lengths <= max_seqlen)).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
+        if not _library.can_be_read_at_once(cu_seqlens):
+            return max_seqlen, fits
+        if not fits:
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens, {total}, by at most max_seqlen, {max_seqlen}, "
+                f"at a time, found {cu_seqlens.tolist()}"
+            )
+        return max_seqlen, None
+
+    def _run(self, given, seqlen, position_ids, inference_params, by_tokens, cp_plan, documents):
+        """`forward` of rows that begin with a token. given: the input by its name.
+
+        documents: what attention needs to know of them; all tokens are then one sequence, (tokens, features).
+        """
         options: dict[str, Any] = dict(combine_batch_seqlen_dim=True) if by_tokens else {}
         hidden = self.embeddings(**given, position_ids=position_ids, **options)
         if self.embeddings_multiplier != 1.0:
             hidden = hidden * self.embeddings_multiplier
         mixer_kwargs: dict[str, Any] = dict(seqlen=seqlen) if by_tokens else {}
+        if documents is not None:
+            hidden, mixer_kwargs = hidden if by_tokens else hidden.flatten(0, 1), dict(documents)
         if inference_params is not None:
             mixer_kwargs["inference_params"] = inference_params
         if cp_plan is not None:
@@ -691,10 +745,17 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         return out
 
 
-def _refuse_with_plan(**arguments):
+def _refuse_with(given, **arguments):
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"{name} must be None with cp_plan, found a {type(value).__name__}")
+            raise ValueError(f"{name} must be None with {given}, found a {type(value).__name__}")
+
+
+def _positions_in_documents(cu_seqlens: Tensor, shape: torch.Size) -> Tensor:
+    """The position of each token in its document, int64, for `cu_seqlens` of rows of this shape (batch, seqlen)."""
+    token = torch.arange(shape.numel(), dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    starts = cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
+    return (token - starts).long().view(shape)
 
 
 def _padding(attention_mask, input_ids):
@@ -723,8 +784,8 @@ def _one_sequence(position_ids, attention_mask, is_learned):
         row = int((~fits).nonzero()[0])
         expected = "not begin again at 0 within a row" if is_learned else "count up by 1 in each row"
         raise ValueError(
-            f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, since attention "
-            "does not separate several sequences in one row: give each a row of its own, "
+            f"position_ids must {expected} {'with' if is_learned else 'without'} learned positions, since they do not "
+            "separate several sequences in one row: give cu_seqlens in their place, "
             f"found {position_ids[row].tolist()} in row {row}"
         )
     return fits
@@ -974,6 +1035,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         cp_plan: Plan | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
         **options: Any,  # transformers.Trainer takes every "label" in a signature for one that an evaluation needs
     ) -> CausalLMOutput | CausalLMLoss | tuple[Tensor]:
         """Logits of the next tokens, or with labels their loss.
@@ -1004,6 +1067,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             cp_plan: as in `GPTModel.forward`. The labels are then shift_labels, as `cp_plan.shard_batch` makes them,
                 and the loss is that of `cp_plan.mean_loss`, whose average over the ranks is the mean over all of their
                 labels. With loss_fn or num_items_in_batch it is what they make of this rank's labels.
+            cu_seqlens, max_seqlen: as in `GPTModel.forward`. The first token of a document is then no label, as it does
+                not follow the token before it; shift_labels are taken as they are.
             options: shift_labels (batch, seqlen), instead of labels: the token that follows each of input_ids, or -100.
                 What else transformers' models take may be given where it asks for nothing, as use_cache=False.
 
@@ -1037,6 +1102,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             cp_plan=cp_plan,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
         )
         if inference_params is not None and hidden.dim() != 3:
             raise ValueError("config.sequence_parallel must be False with inference_params, found True")
@@ -1045,9 +1112,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         with layers_in_force():
             hidden = self._before_head(hidden)
             if labels is not None or shift_labels is not None:
-                following = _following(labels, shift_labels, attention_mask, shape, num_last_tokens)
+                following = _following(labels, shift_labels, attention_mask, cu_seqlens, shape, num_last_tokens)
                 loss = self._loss(hidden, following, loss_fn, num_items_in_batch, cp_plan)
-                if num_items_in_batch is not None and attention_mask is not None:
+                if num_items_in_batch is not None and (attention_mask is not None or cu_seqlens is not None):
                     loss = loss * _counted_by_trainers(labels, shift_labels, following)
                 return as_asked(CausalLMLoss(loss=loss), return_dict)
             logits = self.lm_head(hidden)
@@ -1177,7 +1244,7 @@ def _takes_logits(loss_fn):
     return hasattr(loss_fn, "of_logits")
 
 
-def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):
+def _following(labels, shift_labels, attention_mask, cu_seqlens, shape, num_last_tokens):
     """The label of each position: the token after it, or -100."""
     if labels is not None and shift_labels is not None:
         raise ValueError("labels and shift_labels must not be given together")
@@ -1191,6 +1258,8 @@ def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):
     is_padding = None if attention_mask is None else ~attention_mask.bool()
     if labels is not None:
         given = labels if is_padding is None else labels.masked_fill(is_padding, -100)
+        if cu_seqlens is not None:
+            given = given.masked_fill(_positions_in_documents(cu_seqlens, shape) == 0, -100)
         given = F.pad(given[:, 1:], (0, 1), value=-100)
     return given if is_padding is None else given.masked_fill(is_padding, -100)
 

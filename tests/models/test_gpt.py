@@ -47,6 +47,9 @@ LLAMA = dict(
 HEADS = LLAMA | dict(head_dim=24, qk_norm=True)
 _LINEAR = dict(rope_type="linear", factor=2.0)
 PARALLEL = dict(n_positions=0, rotary_emb_fraction=0.5, parallel_block=True)
+MODERN = HEADS | dict(
+    activation_function="sqrelu", sliding_window=[4, None], final_logit_softcapping=3.0, use_flash_attn=True
+)
 FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
 
 
@@ -564,6 +567,7 @@ VARIANTS = {
     "norms without bias": PARALLEL | dict(norm_bias=False),
     "residual factor": LLAMA | dict(mup_residual_multiplier=0.3),
     "soft caps": LLAMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0, use_flash_attn=True),
+    "modern": MODERN,
     "positions by layer": LLAMA
     | dict(rotary_emb_fraction=[0.5, 1.0], rotary_emb_base=[1e2, 1e5], rotary_emb_scaling=[None, _LINEAR]),
 }

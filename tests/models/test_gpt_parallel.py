@@ -67,10 +67,21 @@ CONFIGS = {
     ),
     "norms of outputs alone": ROTARY | GATED | dict(input_norms=False, output_norms=True, fused_dropout_add_ln=True),
     "granite": ROTARY | GATED | dict(mup_residual_multiplier=0.3, rotary_emb_fraction=[1.0, 0.0]),
+    "modern": ROTARY
+    | dict(
+        activation_function="sqrelu",
+        fused_mlp=True,
+        mlp_fc1_bias=False,
+        mlp_fc2_bias=False,
+        qk_norm=True,
+        use_flash_attn=True,
+        sliding_window=[3, None],
+        final_logit_softcapping=3.0,
+    ),
     "cohere": ROTARY | dict(rms_norm=False, norm_bias=False, parallel_block=True, parallel_block_tied_norm=True),
 }
 SHARED_KEY_HEADS = "uneven key heads", "one key head", "shared key heads with norms"
-OF_TWO_LAYERS = "gpt2", "llama", "gemma", "granite", "recomputed"
+OF_TWO_LAYERS = "gpt2", "llama", "gemma", "granite", "recomputed", "modern"
 OF_FOUR = "gpt2 fused", "uneven heads", "uneven heads with norms", *SHARED_KEY_HEADS  # where 4 processes are not 2
 
 
@@ -118,6 +129,12 @@ def assert_close(found, expected, **kwargs):
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4, **kwargs)
 
 
+def documents_for(group):
+    """Two of which go over the end of a row."""
+    ends = torch.tensor([0, 3, 10, 10, 22, BATCH * SEQLEN], dtype=torch.int32)
+    return dict(cu_seqlens=ends.to(device_of(group)), max_seqlen=12)
+
+
 def check_training(group, names):
     ids, rank = ids_for(group), dist.get_rank(group)
     labels = ids.masked_fill(ids % 5 == 0, -100)
@@ -136,6 +153,10 @@ def check_training(group, names):
             if not sequence_parallel:
                 masked = (model(ids, labels=labels, attention_mask=mask).loss for model in (whole, divided))
                 assert_close(*masked)
+            if whole.transformer.use_flash_attn:
+                apart = [model(ids, labels=labels, **documents_for(group)).loss for model in (whole, divided)]
+                assert_close(*apart)
+                assert (apart[0] - expected).abs() > 1e-3
             found.backward()
             if sequence_parallel:
                 allreduce_sequence_parallel_grad(divided, group)

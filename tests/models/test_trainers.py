@@ -402,7 +402,7 @@ REFUSED = {
     "output_hidden_states": (True, "register a forward hook on each layer"),
     "token_type_ids": (torch.zeros(2, 12), "return_token_type_ids=False"),
     "logits_to_keep": (1, "give num_last_tokens"),
-    "cu_seq_lens_q": (torch.tensor([0, 12]), "give each sequence a row of its own"),
+    "cu_seq_lens_q": (torch.tensor([0, 12]), "give cu_seqlens, and max_seqlen"),
 }
 
 

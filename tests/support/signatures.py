@@ -407,12 +407,12 @@ SIGNATURES = {
         "GPTLMHeadModel.forward": (
             "self, input_ids=None, position_ids=None, inference_params=None, num_last_tokens=0, labels=None, *, "
             "attention_mask=None, inputs_embeds=None, loss_fn=None, num_items_in_batch=None, return_dict=None, "
-            "cp_plan=None, **options"
+            "cp_plan=None, cu_seqlens=None, max_seqlen=None, **options"
         ),
         "GPTModel": "config, process_group=None, device=None, dtype=None",
         "GPTModel.forward": (
             "self, input_ids=None, position_ids=None, inference_params=None, *, attention_mask=None, "
-            "inputs_embeds=None, cp_plan=None"
+            "inputs_embeds=None, cp_plan=None, cu_seqlens=None, max_seqlen=None"
         ),
         "GPTPreTrainedModel": "config, *inputs, **kwargs",
         "GPTPreTrainedModel.from_config": "config, *, dtype=None, torch_dtype=None, **kwargs",

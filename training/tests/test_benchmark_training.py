@@ -1,18 +1,20 @@
 """benchmarks/benchmark_training.py: both loops it compares train alike, and write what it reads."""
 
+import csv
 import json
 import sys
 
 import pytest
 import torch
 
-from benchmarks import benchmark_training
+from benchmarks import benchmark_models, benchmark_training
 from src.train import train
-from training.tests.standins import small
+from training.tests.standins import composed, small
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
 @pytest.mark.parametrize("loop", ["lightning.Trainer", "benchmarks.benchmark_training.BareLoop"])
-def test_a_run_is_timed(loop, tmp_path, monkeypatch):
+def test_a_run_is_timed(loop, precision, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmark_training, "WARM_UP", 1)
     file = tmp_path / "found.json"
@@ -21,7 +23,7 @@ def test_a_run_is_timed(loop, tmp_path, monkeypatch):
         "trainer.accelerator=cpu",
         "trainer.devices=1",
         "trainer.max_steps=3",
-        "trainer.precision=bf16",
+        f"trainer.precision={precision}",
         "datamodule.batch_size=4",
         "test_after_training=false",
     )
@@ -30,6 +32,63 @@ def test_a_run_is_timed(loop, tmp_path, monkeypatch):
     found = json.loads(file.read_text())
     assert found["tokens_per_s"] == pytest.approx(4 * 16 / found["ms"] * 1e3)
     assert 0 <= found["loader"] < 1 and found["device"] == "cpu" and found["peak_mb"] is None
+
+
+@pytest.mark.parametrize("setting", benchmark_models.TRAINING)
+def test_the_benchmark_takes_turns_with_the_harness(setting, tmp_path, monkeypatch, capsys):
+    """It has the sizes of the harness's model and its batch, and gets a row of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(benchmark_training, "WARM_UP", 1)
+    monkeypatch.setattr(benchmark_training, "TURN", 2)
+    steps = []
+    trainer = benchmark_models.trainer
+
+    def counted(make, shape, input_ids, compiled, how):
+        assert (shape.width, shape.layers, shape.heads, shape.hidden, shape.vocab) == (16, 1, 2, 64, 50)
+        assert input_ids.shape == (4, 16) and how is benchmark_models.TRAINING[setting]
+        step = trainer(make, shape, input_ids, compiled, how)
+        return lambda: steps.append(step())
+
+    monkeypatch.setattr(benchmark_models, "trainer", counted)
+
+    def run(case, overrides, text, steps, apart):
+        file = tmp_path / "found.json"
+        options = {"_target_": "benchmarks.benchmark_training.Stopwatch", "file": str(file), "beside": setting}
+        config = small(
+            "trainer.accelerator=cpu", "trainer.max_steps=6", "datamodule.batch_size=4", "test_after_training=false"
+        )
+        config.callbacks = {"stopwatch": options}
+        train(config)
+        return json.loads(file.read_text())
+
+    monkeypatch.setattr(benchmark_training, "_run", run)
+    monkeypatch.setattr(sys, "argv", ["", "--providers", "harness", f"--csv={tmp_path / 'x.csv'}"])
+    benchmark_training.main()
+    assert len(steps) == 1 + 3 * 2  # a warm-up, and turns after the steps 3, 5 and 6
+    with (tmp_path / "x.csv").open() as file:
+        harness, benchmark = csv.DictReader(file)
+    assert (harness["provider"], benchmark["provider"]) == ("harness", "benchmark")
+    assert float(harness["of_benchmark"]) == pytest.approx(float(benchmark["ms"]) / float(harness["ms"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124M", "gpt2-350M"])
+def test_the_harness_has_the_settings_of_the_benchmark(name):
+    """Each case with turns is like the step that it takes turns with."""
+    cases = {case.name: case for case in benchmark_training.cases("cuda") if case.devices == 1}
+    for case, setting in ((cases[name], "train_recipe"), (cases[f"{name} lean"], "train_masters")):
+        assert case.like == setting
+        config, how = composed(*case.overrides), benchmark_models.TRAINING[setting]
+        model = config.model.config
+        assert config.trainer.gradient_clip_val == how.clip
+        assert model.residual_in_fp32 == how.residual_in_fp32
+        assert (config.train.loss_fn == "linear") != how.of_logits
+        assert config.trainer.precision == ("bf16" if how.weights == "fp32" else "bf16-true")
+        assert config.train.optimizer._target_.endswith("MasterAdamW" if how.weights == "masters" else ".AdamW")
+        assert {model.get(f"{kind}_pdrop", 0.1) for kind in ("resid", "embd", "attn")} == {how.dropout}
+        shape = benchmark_models.MODELS["cuda"][name]
+        batch, seqlen = benchmark_models.STEPS["cuda"][name]
+        assert (model.n_embd, model.n_layer, model.n_head) == (shape.width, shape.layers, shape.heads)
+        assert (case.batch, config.datamodule.max_length) == (batch, seqlen)
 
 
 @pytest.mark.parametrize(

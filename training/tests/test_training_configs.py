@@ -77,6 +77,7 @@ PILE = {
 }
 SAVING = ("model_checkpoint", "model_checkpoint_progress")
 NAMES = [*(f"owt/{name}" for name in OWT), *(f"pile/{name}" for name in PILE)]
+TESTED_APART = ["owt/gpt2s-modern"]  # in test_modern_recipe.py
 
 
 def expected(name):
@@ -179,7 +180,9 @@ def test_experiment(name):
 
 def test_there_are_45_experiments():
     files = [file for family in ("owt", "pile") for file in (CONFIGS / "experiment" / family).glob("*.yaml")]
-    assert sorted(f"{file.parent.name}/{file.stem}" for file in files if file.stem != "base") == sorted(NAMES)
+    assert sorted(f"{file.parent.name}/{file.stem}" for file in files if file.stem != "base") == sorted(
+        NAMES + TESTED_APART
+    )
     assert len(NAMES) == 45
 
 

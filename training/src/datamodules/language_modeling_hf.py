@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from src.datamodules import token_cache
 from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus, local_path
 from src.datamodules.datasets.detokenizer import detokenizer_of
-from src.datamodules.datasets.lm_dataset import LMDataset, sample_digest
+from src.datamodules.datasets.lm_dataset import DocumentCollate, LMDataset, sample_digest
 from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
 from src.datamodules.resumable import ResumableDataModule
 from src.datamodules.resumable_loader import Position, ResumableLoader, leave_signals_to_the_trainer
@@ -60,6 +60,8 @@ class LMDataModule(ResumableDataModule):
         ids_dtype: the dtype of .bin files, unless a file such as train.bin.json says it: {"dtype": "uint16"}.
         seed: of the order; by default that of Lightning's seed_everything, else 0.
         loader_workers: processes that read batches.
+        separate_documents: tokens shall not see other documents: batches are (x, y, cu_seqlens), as `DocumentCollate`
+            makes them. Needs a tokenizer with an end-of-text token, which stands between documents.
 
     `prepare_data` may be called in every rank and by several jobs at the same time: one process tokenises while the
     others wait. After `setup` there are `tokenizer`, `vocab_size`, and `dataset_train`, `dataset_val`, `dataset_test`.
@@ -106,6 +108,7 @@ class LMDataModule(ResumableDataModule):
         ids_dtype: str | None = None,
         seed: int | None = None,
         loader_workers: int = 1,
+        separate_documents: bool = False,
     ) -> None:
         super().__init__(seed)
         fast_forward = fast_forward_epochs is not None or fast_forward_batches is not None
@@ -133,6 +136,7 @@ class LMDataModule(ResumableDataModule):
         self.fast_forward_epochs, self.fast_forward_batches = fast_forward_epochs, fast_forward_batches
         self.use_shmem = use_shmem
         self.sample_by, self.text_column, self.ids_dtype = sample_by, text_column, ids_dtype
+        self.separate_documents = separate_documents
         self._reported = False
 
     # Preparation
@@ -150,6 +154,11 @@ class LMDataModule(ResumableDataModule):
             return
         splits, self.tokenizer = self.process_dataset()
         self.vocab_size = len(self.tokenizer)
+        if self.separate_documents and self.tokenizer.eos_token_id is None:
+            raise ValueError(
+                "separate_documents must be False for a tokenizer without an end-of-text token, found True for "
+                f"tokenizer_name {self.tokenizer_name}"
+            )
         datasets = {split: LMDataset(tokens, self.max_length) for split, tokens in splits.items()}
         for split, dataset in datasets.items():
             if not len(dataset):
@@ -248,6 +257,11 @@ class LMDataModule(ResumableDataModule):
 
     # Loaders
 
+    @property
+    def collate(self) -> DocumentCollate | None:
+        """What makes batches of samples; None for torch's own."""
+        return DocumentCollate(self.tokenizer.eos_token_id) if self.separate_documents else None
+
     def train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The batches of this rank, from where training is: see `state_dict`."""
         sampler = FaultTolerantDistributedSampler(
@@ -272,6 +286,7 @@ class LMDataModule(ResumableDataModule):
             num_workers=self.loader_workers,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
             worker_init_fn=leave_signals_to_the_trainer,
+            collate_fn=self.collate,
             generator=torch.Generator(),  # without one, each iteration would take a number from the global generator
         )
 

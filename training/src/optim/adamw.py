@@ -4,14 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 
-def _local(x):
-    """This process's part, since not all functions of torch take DTensors."""
+def local(x: Tensor) -> Tensor:
+    """This process's part of a tensor: not all functions of torch take DTensors."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def round_to_weights(weights: list[Tensor], masters: list[Tensor]) -> None:
+    """Write masters in float32 to the weights in 16 bits that they belong to; the others are their own."""
+    rounded = [(local(p), local(master)) for p, master in zip(weights, masters) if p is not master]
+    if rounded:
+        torch._foreach_copy_(*map(list, zip(*rounded)))
 
 
 class AdamW(torch.optim.AdamW):
@@ -78,18 +86,23 @@ class MasterAdamW(AdamW):
                 self._step(bucket, group)
         return loss
 
+    def _masters(self, weights):
+        """The tensors in float32 to which steps are added: weights in float32 themselves."""
+        for p in weights:
+            if p.dtype != torch.float32 and "master" not in self.state[p]:  # as in a state of AdamW
+                self.state[p]["master"] = p.detach().float()
+        return [self.state[p].get("master", p) for p in weights]
+
     def _step(self, weights, group):
         for p in weights:
-            if not self.state[p]:
+            if "step" not in self.state[p]:
                 self.state[p] |= {
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     "exp_avg": torch.zeros_like(p, dtype=torch.float32),
                     "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
                 }
-            if p.dtype != torch.float32 and "master" not in self.state[p]:  # as in a state of AdamW
-                self.state[p]["master"] = p.detach().float()
+        masters = self._masters(weights)
         states = [self.state[p] for p in weights]
-        masters = [state.get("master", p) for p, state in zip(weights, states)]
         beta1, beta2 = group["betas"]
         adamw(
             masters,
@@ -107,9 +120,7 @@ class MasterAdamW(AdamW):
             eps=group["eps"],
             maximize=group["maximize"],
         )
-        rounded = [(_local(p), _local(master)) for p, master in zip(weights, masters) if p is not master]
-        if rounded:
-            torch._foreach_copy_(*map(list, zip(*rounded)))
+        round_to_weights(weights, masters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of any optimizer, except that the state stays in float32, where torch would round it like the weights."""

@@ -9,6 +9,8 @@ from hydra.utils import get_object
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from flash_attn.modules.mha import MHA
+from flash_attn.modules.mlp import GatedMlp
 from flash_attn.ops.layer_norm import DropoutAddLayerNorm
 from src.models.modules.seq_common import PositionalEncoding
 
@@ -23,6 +25,7 @@ def group_parameters_for_optimizer(
     normalization_weight_decay: bool = False,
     rms_norm_weight_decay: bool = False,
     apply_lr_multiplier: bool = False,
+    orthogonalize: bool = False,
 ) -> Iterable[nn.Parameter] | list[dict[str, Any]]:
     """Groups of the trainable parameters, for the constructor of an optimizer.
 
@@ -37,7 +40,9 @@ def group_parameters_for_optimizer(
         6. Embeddings: no decay. Norms: no decay, unless normalization_weight_decay.
         7. All others: decay.
 
-    If there is nothing to decay and no `_optim`, the result is model.parameters().
+    With orthogonalize, matrices are then taken out of these groups into others, with the same options and those that
+    `src.optim.muon.Muon` reads. If there is nothing to decay and no `_optim`, the result is otherwise
+    model.parameters().
 
     Arguments:
         model: its modules decide what a parameter is.
@@ -48,12 +53,15 @@ def group_parameters_for_optimizer(
         rms_norm_weight_decay: decay the weights of RMS norms only, as flash-attention 2.4 did.
         apply_lr_multiplier: give groups with the option `lr_multiplier` this many times the learning rate of
             optimizer_cfg (muP, arXiv:2203.03466). By default the option is kept in the group and has no effect.
+        orthogonalize: give weights of linear layers the option orthogonalize=True, except that of the output layer,
+            which `model.get_output_embeddings()` is; and where queries, keys and values, or a value and its gate, are
+            rows of one weight, `stacked`, the numbers of these rows.
 
     Raises ValueError if apply_lr_multiplier is set and optimizer_cfg has no learning rate.
     """
     weight_decay = _weight_decay(optimizer_cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if weight_decay == 0 and not any(hasattr(p, "_optim") for p in named.values()):
+    if weight_decay == 0 and not orthogonalize and not any(hasattr(p, "_optim") for p in named.values()):
         return model.parameters()
 
     exempt_modules = _EMBEDDINGS if normalization_weight_decay else (*_EMBEDDINGS, *_NORMS)
@@ -82,6 +90,8 @@ def group_parameters_for_optimizer(
         decayed = sorted(set(ordinary) - set(exempt))
         names_of = [(decayed, {"weight_decay": weight_decay}), (exempt, {"weight_decay": 0.0})]
     names_of += _special(named, optimizer_cfg, apply_lr_multiplier)
+    if orthogonalize:
+        names_of = _with_matrices_apart(model, names_of)
     return [{"params": [named[name] for name in names], **options} for names, options in names_of]
 
 
@@ -97,6 +107,36 @@ def _special(named, optimizer_cfg, apply_lr_multiplier):
             if "lr_multiplier" in options:
                 options.setdefault("lr", _lr(optimizer_cfg) * options["lr_multiplier"])
     return groups
+
+
+def _with_matrices_apart(model, names_of):
+    """(names, options) where the matrices of the layers are in groups of their own."""
+    head = _call(model, "get_output_embeddings")
+    rows_of = {
+        f"{prefix}.weight".lstrip("."): _stacked_rows(model.get_submodule(prefix.rpartition(".")[0]), prefix)
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (not head or module.weight is not head.weight)
+    }
+    divided = []
+    for names, options in names_of:
+        alike = defaultdict(list)
+        for name in names:
+            alike[rows_of.get(name)].append(name)
+        for rows, members in sorted(alike.items(), key=repr):
+            of_muon = {} if rows is None else {"orthogonalize": True, "stacked": list(rows) or None}
+            divided.append((members, options | of_muon))
+    return divided
+
+
+def _stacked_rows(parent, name):
+    """How many rows each of the matrices has that a linear layer of this name has below each other; () if it is one."""
+    layer = name.rpartition(".")[2]
+    if isinstance(parent, MHA) and layer in ("Wqkv", "Wkv"):
+        keys = parent.num_heads_kv * parent.head_dim
+        return (*((parent.num_heads * parent.head_dim,) if layer == "Wqkv" else ()), keys, keys)
+    if isinstance(parent, GatedMlp) and layer == "fc1":
+        return (parent.fc1.weight.shape[0] // 2,) * 2
+    return ()
 
 
 def _owners(model):

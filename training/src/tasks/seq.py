@@ -201,7 +201,7 @@ class SequenceModel(L.LightningModule):
         parameters = self.parameters()
         if "optimizer_param_grouping" in train:
             parameters = group_parameters_for_optimizer(self.model, train.optimizer, **train.optimizer_param_grouping)
-        self._check_zero(train.optimizer)
+        self._check_optimizer(train.optimizer)
         optimizer = instantiate(train.optimizer, parameters, _convert_="all")
         for i, group in enumerate(optimizer.param_groups):
             options = {k: v for k, v in group.items() if k in ("lr", "weight_decay") or k not in optimizer.defaults}
@@ -221,8 +221,14 @@ class SequenceModel(L.LightningModule):
             },
         }
 
-    def _check_zero(self, optimizer):
-        """Raise ValueError for an optimiser that divides its state over processes, where that cannot be."""
+    def _check_optimizer(self, optimizer):
+        """Raise ValueError for an optimiser that a strategy does not go with."""
+        parts = 1 if self._trainer is None else tensor_parallel_size(self._trainer)
+        if parts > 1 and optimizer["_target_"].endswith(".Muon"):
+            raise ValueError(
+                "optimizer=muon orthogonalises whole matrices and must not be used with tensor_parallel_size above 1, "
+                f"found {parts}: give strategy=fsdp or optimizer=adamw"
+            )
         if "ZeroRedundancyOptimizer" not in optimizer["_target_"]:
             return
         if not dist.is_initialized():
@@ -237,7 +243,8 @@ class SequenceModel(L.LightningModule):
 
 
 class SequenceLMModel(SequenceModel):
-    """A language model: y is x shifted by one token, and every token counts.
+    """A language model: y is x shifted by one token, and every token counts. Batches are (x, y), or (x, y, cu_seqlens)
+    of rows with documents that do not see each other.
 
     With train.loss_fn=linear, the loss is computed from the model's hidden states, without logits of all tokens.
     """
@@ -251,6 +258,14 @@ class SequenceLMModel(SequenceModel):
                 f"model.config.vocab_size must be at least {ids}, the number of ids that the tokenizer has, found "
                 f"{vocab_size}; ${{datamodule:vocab_size}} stands for that number"
             )
+
+        if getattr(self._datamodule, "separate_documents", False):
+            if not isinstance(self.model, GPTLMHeadModel) or not self.model.transformer.use_flash_attn:
+                raise ValueError(
+                    "datamodule.separate_documents must be false for this model, found true: only flash_attn's "
+                    f"GPTLMHeadModel with model.config.use_flash_attn keeps documents apart, not "
+                    f"{type(self.model).__name__}"
+                )
 
     def instantiate_metrics(self) -> None:
         super().instantiate_metrics()
@@ -276,10 +291,14 @@ class SequenceLMModel(SequenceModel):
 
     def step(self, batch: Any, is_train: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
         """The mean loss of all tokens, logits (tokens, classes) or None with a linear loss, and targets (tokens,)."""
-        x, y = batch
+        x, y, *cu_seqlens = batch
         loss_fn = self.loss_fn if is_train else self.loss_fn_val
-        plan, options = self.plan_of(x), {}
+        plan, options = self.plan_of(x), dict(cu_seqlens=cu_seqlens[0]) if cu_seqlens else {}
         if plan is not None:
+            if cu_seqlens:
+                raise ValueError(
+                    "datamodule.separate_documents must be false with context_parallel_size above 1, found true"
+                )
             x, y, options = plan.shard(x), plan.shard(y, fill=-100), dict(cp_plan=plan)
         targets = y.flatten()
         if isinstance(loss_fn, LinearCrossEntropyLoss):

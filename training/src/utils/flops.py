@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+from flash_attn.models._config import is_gpt2_config
 from src.utils.modules import evaluating
 
 has_fvcore_profiling = has_deepspeed_profiling = True  # both names are kept; both count with PyTorch
@@ -65,8 +66,9 @@ def train_flops_per_token(model: nn.Module, seqlen: int) -> float:
 
     6 for each weight of a matrix product, the head of a language model included, and 12 * layers * seqlen * width for
     attention. That is Megatron's formula (arXiv:2104.04473) without its factor for recomputation, for layers of any
-    shape. Norms, activations and the softmax are not counted; attention counts as if there were no causal mask. For a
-    tensor parallel model, it is the share of this process.
+    shape. Norms, activations and the softmax are not counted; attention counts as if there were no causal mask, so a
+    window of our decoder counts twice, and no more than seqlen. For a tensor parallel model, it is the share of this
+    process.
 
     Arguments:
         model: has a `config` with the layers and width of attention, under the names of GPT2Config or LlamaConfig.
@@ -93,7 +95,14 @@ def train_flops_per_token(model: nn.Module, seqlen: int) -> float:
     )
     group = getattr(model, "process_group", None)
     parts = 1 if group is None else dist.get_world_size(group)
-    return 6 * weights + 12 * layers * seqlen * width / parts
+    return 6 * weights + 12 * _keys(config, layers, seqlen) * width / parts
+
+
+def _keys(config, layers, seqlen):
+    """How many keys count for a token, in all layers together."""
+    windows = getattr(config, "sliding_window", None) if is_gpt2_config(config) else None  # others may not use theirs
+    windows = windows if isinstance(windows, Sequence) else layers * [windows]
+    return sum(seqlen if window is None else min(seqlen, 2 * window) for window in windows)
 
 
 def _has_own_weight(module):

@@ -26,6 +26,7 @@ SCHEDULERS = {
     "step": {"step_size": 3},
     "plateau": {"patience": 1},
     "invsqrt": {"num_warmup_steps": 2},
+    "warmdown": {"num_warmup_steps": 2, "num_decay_steps": 4, "num_training_steps": 10},
 }
 
 
@@ -59,16 +60,17 @@ def test_there_is_a_test_for_each_scheduler():
 def test_optimizer(name, group_of_one):
     if "lamb" in name:
         pytest.importorskip("timm")
-    cfg = config("optimizer", name, lr=1e-2, weight_decay=0.01).optimizer
+    train = config("optimizer", name, lr=1e-2, weight_decay=0.01)
     model, loss = model_and_loss()
-    optimizer = instantiate(cfg, group_parameters_for_optimizer(model, cfg))
+    groups = group_parameters_for_optimizer(model, train.optimizer, **train.get("optimizer_param_grouping", {}))
+    optimizer = instantiate(train.optimizer, groups)
     before = loss().item()
     for _ in range(20):
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
     assert loss().item() < 0.9 * before
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.01, 0.0}
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

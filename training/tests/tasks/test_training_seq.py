@@ -9,6 +9,7 @@ import torch
 from hydra.utils import instantiate
 
 from flash_attn.models.gpt import GPTLMHeadModel
+from src.datamodules.datasets.lm_dataset import DocumentCollate
 from src.engines import TensorParallelStrategy
 from src.tasks.seq import SequenceLMModel, SequenceModel
 from src.utils.resolvers import attach_datamodule
@@ -275,14 +276,34 @@ def test_classification_with_lengths():
     assert targets is y and not torch.equal(task.step((x, y))[1], output)
 
 
+class WithDocuments(torch.utils.data.Dataset):
+    """Batches of pairs with cu_seqlens."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data) // 2
+
+    def __getitem__(self, index):
+        return DocumentCollate(7)([self.data[2 * index], self.data[2 * index + 1]])
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("loss_fn", ["fused", "linear"])
+@pytest.mark.parametrize("loss_fn", ["fused", "linear", "modern"])
 def test_steps_do_not_wait_for_the_gpu(loss_fn):
+    """modern: with Muon, and documents that do not see each other."""
+
     class Forbid(L.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             torch.cuda.set_sync_debug_mode("error" if 2 <= batch_idx < 8 else "default")
 
-    task = task_of(f"train.loss_fn={loss_fn}", "optimizer=adamw-apex")
+    modern = loss_fn == "modern"
+    task = task_of(
+        f"train.loss_fn={'linear' if modern else loss_fn}",
+        f"optimizer={'muon' if modern else 'adamw-apex'}",
+        *(["+model.config.use_flash_attn=true"] if modern else []),
+    )
     trainer = L.Trainer(
         accelerator="gpu",
         devices=1,
@@ -296,7 +317,10 @@ def test_steps_do_not_wait_for_the_gpu(loss_fn):
         gradient_clip_val=1.0,
         callbacks=[Forbid(), *map(instantiate, [{"_target_": "src.callbacks.speed_monitor.SpeedMonitor"}])],
     )
-    loader = torch.utils.data.DataLoader(task._datamodule.data, 2, pin_memory=True)
+    data = task._datamodule.data
+    loader = torch.utils.data.DataLoader(
+        WithDocuments(data) if modern else data, None if modern else 2, pin_memory=True
+    )
     try:
         trainer.fit(task, loader)
     finally:

@@ -36,6 +36,14 @@ def test_gpt(model):
     assert train_flops_per_token(model, SEQLEN) == 3 * FORWARD
 
 
+@pytest.mark.parametrize(("window", "keys"), [(None, 32), (4, 16), (12, 32), ([4, None], 24), ([None, 3], 22)])
+def test_windows(window, keys):
+    """Keys of both layers together."""
+    model = GPTLMHeadModel(GPT2Config(**SMALL, sliding_window=window, use_flash_attn=True))
+    attention = 4 * LAYERS * SEQLEN * WIDTH
+    assert train_flops_per_token(model, SEQLEN) == 3 * (FORWARD - attention + 4 * keys * WIDTH)
+
+
 def test_weights_of_wrapped_layers_count_once():
     """So that a change of layers does not change what a step is said to take."""
     model = MODELS["fused"]()

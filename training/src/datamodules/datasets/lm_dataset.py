@@ -15,7 +15,8 @@ class LMDataset(Dataset):
     """Inputs and targets cut one after another from an array of token ids.
 
     Item i is a pair of int64 tensors (seq_len,): tokens i * seq_len and following, and the tokens that come one later.
-    Windows overlap by one token, so that each token but the first is a target once. Documents are not kept apart.
+    Windows overlap by one token, so that each token but the first is a target once. `DocumentCollate` makes batches of
+    them in which documents are kept apart.
 
     Arguments:
         tokens: (n,) array of integers, such as a memory map; it is read where items ask for it, and never copied.
@@ -79,6 +80,32 @@ class LMDataset(Dataset):
         self.__dict__.update(state)
         tokens = state["_tokens"]
         self.tokens = tokens.open() if isinstance(tokens, _Map) else tokens
+
+
+class DocumentCollate:
+    """Makes batches (x, y, cu_seqlens) of pairs (x, y), where cu_seqlens tells where documents begin in the rows of x.
+
+    A document begins at an end-of-text token, which so is the start of the text after it, and at the start of a row.
+    That token ends the document before as a target, and so each token is a target of its own document. cu_seqlens is
+    int32 (documents + 1,): positions in all tokens, one row after the other, and at the end their number.
+
+    Arguments:
+        eos: the end-of-text token.
+
+    >>> x = torch.tensor([5, 9, 3, 4]), torch.tensor([6, 7, 8, 9])
+    >>> DocumentCollate(eos=9)([(each, each) for each in x])[2].tolist()
+    [0, 1, 4, 7, 8]
+    """
+
+    def __init__(self, eos: int) -> None:
+        self.eos = eos
+
+    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        x, y = (torch.stack(each) for each in zip(*pairs, strict=True))
+        begins = x == self.eos
+        begins[:, 0] = True
+        starts = begins.flatten().nonzero().flatten()
+        return x, y, torch.cat([starts, torch.tensor([x.numel()])]).int()
 
 
 def sample_digest(tokens: np.ndarray, seq_len: int, samples: int = 64) -> str:
