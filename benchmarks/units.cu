@@ -22,7 +22,7 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Boxes: one thread copies them, as fast as it can, from memory that the L2 cache holds
+// Boxes: one thread, or the lanes of a warp, copy them as fast as they can, from memory that the L2 cache holds
 
 constexpr int kRingBytes = 128 * 1024, kMostBoxes = 64, kMostPlaces = 4096;
 
@@ -37,32 +37,40 @@ struct BoxParams {
   const int* places;  // (count), coordinate 3 of each box; null: box i has row `rows` * i of entry 0
   int64_t* clocks;
   float* sum;  // of all that the first box of the last round holds: 0 for a page that does not exist
-  int count, box_bytes, rows, most_rows;
+  int count, lanes, box_bytes, rows, most_rows;  // as many boxes; 64, 32 or 16 slots are a multiple of the lanes
 };
 
+// The lanes of a warp take turns with the boxes: each has slots of its own in the ring, so that none waits for another.
 __global__ void boxes(const __grid_constant__ BoxParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& ring = flash::shared_memory<BoxRing>();
-  const int slots = min(kMostBoxes, kRingBytes / p.box_bytes);
-  const int row_step = p.places ? 0 : p.rows;
-  for (int i = threadIdx.x; i < p.count; i += blockDim.x) ring.places[i] = p.places ? p.places[i] : 0;
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  const int slots = min(kMostBoxes, kRingBytes / p.box_bytes), lanes = min(p.lanes, slots), lane = threadIdx.x;
+  const int row_step = p.places ? 0 : p.rows * lanes % p.most_rows;
+  for (int i = lane; i < p.count; i += 32) ring.places[i] = p.places ? p.places[i] : 0;
+  if (lane == 0) {
     for (int i = 0; i < slots; ++i) ring.full[i].init(1);
     flash::ptx::fence_barrier_init();
-    const int64_t start = clock64();
+  }
+  __syncwarp();
+  const int64_t start = clock64();
+  if (lane < lanes) {
     // Counters, not remainders: a thread alone would wait longer for a division than for a box.
-    for (int i = 0, slot = 0, parity = 1, row = 0; i < p.count + slots; ++i) {
+    int slot = lane, parity = 1, row = p.places ? 0 : p.rows * lane % p.most_rows;
+    for (int i = lane; i < p.count + slots; i += lanes) {
       if (i >= slots) ring.full[slot].wait(parity);
       if (i < p.count) {
         ring.full[slot].arrive_expect_tx(p.box_bytes);
         flash::ptx::copy_box_async(flash::ptx::shared_address(ring.data) + slot * p.box_bytes, p.map, 0, 0, row,
                                    ring.places[i], ring.full[slot]);
       }
-      row = row + row_step < p.most_rows ? row + row_step : 0;
-      slot = slot + 1 == slots ? 0 : slot + 1;
-      parity ^= slot == 0;
+      row = row + row_step < p.most_rows ? row + row_step : row + row_step - p.most_rows;
+      const bool wraps = slot + lanes >= slots;
+      slot = wraps ? lane : slot + lanes;
+      parity ^= wraps;
     }
+  }
+  __syncwarp();
+  if (lane == 0) {
     p.clocks[blockIdx.x] = clock64() - start;
     float sum = 0;
     for (int i = 0; i < p.box_bytes / 2; ++i)
@@ -200,7 +208,8 @@ extern "C" {
 
 // data: bf16 (pages, page_size, heads, 64); boxes of box_rows rows and box_heads heads.
 const char* run_boxes(int64_t data, int64_t pages, int64_t page_size, int64_t heads, int64_t box_rows,
-                      int64_t box_heads, int64_t places, int64_t count, int64_t blocks, int64_t clocks, int64_t sum) {
+                      int64_t box_heads, int64_t places, int64_t count, int64_t lanes, int64_t blocks, int64_t clocks,
+                      int64_t sum) {
   return guarded([&] {
     const BoxParams p{.map = flash::tensor_map(
                           reinterpret_cast<const void*>(data), CU_TENSOR_MAP_DATA_TYPE_UINT16,
@@ -210,6 +219,7 @@ const char* run_boxes(int64_t data, int64_t pages, int64_t page_size, int64_t he
                       .clocks = reinterpret_cast<int64_t*>(clocks),
                       .sum = reinterpret_cast<float*>(sum),
                       .count = static_cast<int>(count),
+                      .lanes = static_cast<int>(lanes),
                       .box_bytes = static_cast<int>(128 * box_rows * box_heads),
                       .rows = static_cast<int>(box_rows),
                       .most_rows = static_cast<int>(page_size)};

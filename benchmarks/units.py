@@ -1,7 +1,8 @@
 """What single steps of the kernels for serving cost on a Hopper GPU, on which their design is built.
 
-box          clocks per box of 8 to 64 rows of 128 bytes that one thread of each SM copies by TMA, out of the L2 cache;
+one thread   clocks per box of 8 to 64 rows of 128 bytes that one thread of each SM copies by TMA, out of the L2 cache;
              and bytes per clock
+box          the same where the lanes of a warp take turns
 page box     the same where each box is another page, at random
 missing page the same where no such page exists: boxes of zeros, at the coordinate behind the last page
 packed box   the same of 8 heads of 8 tokens, one box of 64 rows
@@ -89,8 +90,10 @@ class Units:
             medians.append(found.median().item())
         return statistics.median(medians[1:])
 
-    def boxes(self, data: torch.Tensor, rows: int, heads: int = 1, places: torch.Tensor | None = None) -> float:
-        """Clocks per box of so many rows and heads of `data` (pages, page_size, heads, HEAD_DIM).
+    def boxes(
+        self, data: torch.Tensor, rows: int, heads: int = 1, places: torch.Tensor | None = None, lanes: int = 32
+    ) -> float:
+        """Clocks per box of so many rows and heads of `data` (pages, page_size, heads, HEAD_DIM), copied by `lanes`.
 
         places: the page of each box, int32 (COUNT,); None walks along the rows of page 0. Raises RuntimeError where a
         page that does not exist is not read as zeros, or one that does is.
@@ -98,7 +101,7 @@ class Units:
         pages, page_size, all_heads, _ = data.shape
         sums = torch.full((self.blocks,), -1.0, device="cuda")
         where = 0 if places is None else places
-        clocks = self.clocks("boxes", data, pages, page_size, all_heads, rows, heads, where, COUNT, more=sums)
+        clocks = self.clocks("boxes", data, pages, page_size, all_heads, rows, heads, where, COUNT, lanes, more=sums)
         exists = places is None or bool((places < pages).all())
         if bool((sums != 0).all()) is not exists:
             raise RuntimeError(f"boxes of pages that {'exist' if exists else 'do not exist'} hold {sums.tolist()[:4]}")
@@ -109,10 +112,11 @@ def measure(units: Units) -> Iterator[tuple[str, str, float, str, float | None]]
     """The numbers: unit, case, value, what it is of, and what the design counts on."""
     draw = torch.Generator(device="cuda").manual_seed(0)
     data = torch.randn(32768, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=draw)  # 4 MB
-    for rows in (8, 16, 32, 64):
-        clocks = units.boxes(data.view(1, -1, 1, HEAD_DIM), rows)
-        yield "box", f"{rows} rows", clocks, "clocks", 24.0 if rows == 8 else None
-        yield "box", f"{rows} rows", 128 * rows / clocks, "bytes per clock", None
+    for unit, lanes in (("one thread", 1), ("box", 32)):
+        for rows in (8, 16, 32, 64):
+            clocks = units.boxes(data.view(1, -1, 1, HEAD_DIM), rows, lanes=lanes)
+            yield unit, f"{rows} rows", clocks, "clocks", 24.0 if rows == 8 else None
+            yield unit, f"{rows} rows", 128 * rows / clocks, "bytes per clock", None
     for rows in (8, 16, 32, 64):
         pages = data.view(-1, rows, 1, HEAD_DIM)
         places = torch.randint(len(pages), (COUNT,), device="cuda", dtype=torch.int32, generator=draw)
