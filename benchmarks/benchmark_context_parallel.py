@@ -351,8 +351,13 @@ def _silent(case, device):
     layout = "contiguous" if case.window >= 0 else "auto"
     plan = Plan(list(case.seqlens), dist.group.WORLD, layout=layout)
     schedule = plan.schedule((case.window, 0), 0, 1, torch.empty(0, device=device).device)
-    exchange = schedule.exchange
-    exchange.fetch = lambda x: lambda: x.new_zeros(exchange.num_needed, x.shape[1])
+    exchange: Any = schedule.exchange
+
+    @functools.cache  # numbers of the same distribution: a GPU computes with zeros faster, because it stays cooler
+    def arrived(width, dtype):
+        return torch.randn(len(exchange.fetched), width, device=device, dtype=dtype)
+
+    exchange.fetch = lambda x: lambda: arrived(x.shape[1], x.dtype)
     exchange.give_back = lambda sums: lambda: sums.new_zeros(plan.tokens, sums.shape[1])
     attend = functools.partial(cp_attn_func, causal=True, window_size=(case.window, -1), plan=plan)
     return _step(attend, *_inputs(case, plan.tokens, device))

@@ -10,6 +10,7 @@ The two methods are one op each way for torch.compile: a graph has the number of
 is not another graph.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -289,36 +290,96 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 # gather
 
 
-def _fetched(plan, schedule, k, v, groups):
-    """Yields for each group of heads its keys and values (batch, fetched, heads of the group, head_dim).
+# Groups of heads whose keys and values take no more than so many bytes altogether are all in memory at once.
+_ALL_AT_ONCE = 2**30
 
-    The transfer of a group runs while the caller works on the one before. A row of a transfer is a token.
+
+def _for_each_group(plan, schedule, k, v, groups, compute):
+    """Call compute(i, keys, values) for each group of heads, with views (batch, fetched, heads of the group, head_dim).
+
+    It may return a function, which is called before the memory that it has used is needed for another group, at the
+    latest at the end: to take what it has sent home.
+
+    A transfer starts as early as the memory allows: with few bytes at once, else when the group before the last one is
+    computed. So the others run while groups are computed, and only the first fetch and the last way home are waited for.
+    All ranks take the same decision, as their transfers must come in the same order.
     """
-    own = plan.own_tokens
-    sizes = k.shape[3], v.shape[3]
-    batch, heads = k.shape[0], k.shape[2] // groups
+    tokens, batch, sizes = plan.own_tokens, k.shape[0], (k.shape[3], v.shape[3])
+    heads = k.shape[2] // groups
+    width = batch * heads * sum(sizes)
+    rows = k.new_empty(groups, tokens, width)  # a row is what is sent of a token
+    for target, x in zip(_keys_and_values(rows, batch, sizes), (k, v), strict=True):
+        target.copy_(x[:, :tokens].unflatten(2, (groups, heads)).permute(2, 1, 0, 3, 4))
+    all_at_once = plan.total * groups * width * k.element_size() <= _ALL_AT_ONCE
+    ahead = groups if all_at_once else min(2, groups)
+    arriving, sent = {}, {}
+    with _lanes(k.device, all_at_once and groups > 1) as lane:
+        for i in range(ahead):
+            with lane(i):
+                arriving[i] = schedule.exchange.fetch(rows[i])
+        for i in range(groups):
+            with lane(i):
+                if i >= ahead:
+                    sent.pop(i - ahead)()
+                fetched = [x.transpose(0, 1) for x in _keys_and_values(arriving.pop(i)(), batch, sizes)]
+                sent[i] = compute(i, *fetched) or _nothing
+                del fetched
+                if i + ahead < groups:
+                    arriving[i + ahead] = schedule.exchange.fetch(rows[i + ahead])
+        for i, arrive in sent.items():
+            with lane(i):
+                arrive()
 
-    def start(i):
-        part = slice(i * heads, (i + 1) * heads)
-        rows = [x[:, :own, part].transpose(0, 1).flatten(1) for x in (k, v)]
-        return schedule.exchange.fetch(torch.cat(rows, 1))
 
-    arriving = start(0)
-    for i in range(groups):
-        rows = arriving()
-        if i + 1 < groups:
-            arriving = start(i + 1)
-        widths = [batch * heads * size for size in sizes]
-        yield [
-            part.unflatten(1, (batch, heads, size)).transpose(0, 1)
-            for part, size in zip(rows.split(widths, 1), sizes, strict=True)
-        ]
+def _nothing():
+    pass
+
+
+def _keys_and_values(rows, batch, sizes):
+    """Views (.., batch, heads, size) of the keys and of the values in rows (.., width)."""
+    heads = rows.shape[-1] // (batch * sum(sizes))
+    parts = rows.split([batch * heads * size for size in sizes], -1)
+    return [part.unflatten(-1, (batch, heads, size)) for part, size in zip(parts, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def _lanes(device, apart):
+    """Yields lane(i), the context of the CUDA stream that computes group i of heads.
+
+    apart: whether two streams take turns. The last thread blocks of a launch leave a part of the GPU idle, a tenth of
+    the time of a short one, and so do the small kernels around it: there, those of the other stream run.
+    """
+    if not apart or device.type != "cuda":
+        yield lambda i: contextlib.nullcontext()
+        return
+    current, streams = torch.cuda.current_stream(device), _side_streams(device)
+    for stream in streams:
+        stream.wait_stream(current)
+    try:
+        yield lambda i: torch.cuda.stream(streams[i % len(streams)])
+    finally:
+        for stream in streams:
+            current.wait_stream(stream)
+
+
+@functools.cache
+def _side_streams(device):
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _part(x, rows, launch):
-    """The rows of x (batch, tokens, heads, head_dim) as a launch takes them: packed, if it has several entries."""
+    """The rows of x (batch, tokens, heads, head_dim) as a launch takes them: packed, if it has several entries.
+
+    A view, or a copy if rows of a batch are packed.
+    """
     x = x[:, rows]
     return x.flatten(0, 1) if launch.lengths else x
+
+
+def _put_back(x, rows, launch, part):
+    """Write what a launch has written to `_part` of x, if that is a copy."""
+    if launch.lengths and x.shape[0] > 1:
+        x[:, rows] = part.unflatten(0, (x.shape[0], -1))
 
 
 def _unpacked_lse(lse, batch):
@@ -374,23 +435,23 @@ def _gather(
     out[:, the_plan.own_tokens :] = 0
     lse[:, :, the_plan.own_tokens :] = math.inf
     share = heads // groups
-    for i, (keys, values) in enumerate(_fetched(the_plan, schedule, k, v, groups)):
+
+    def compute(i: int, keys: Tensor, values: Tensor) -> None:
         own = slice(i * share, (i + 1) * share)
         for launch in schedule.launches:
             given = FeatureArguments(
                 learnable_sink=None if sink is None else sink[own], key_ranges=launch.key_ranges, return_lse=True
             )
-            part_q = _part(q[:, :, own], launch.rows, launch)
+            part_q, part_out = (_part(x[:, :, own], launch.rows, launch) for x in (q, out))
             part_k, part_v = (_part(x, launch.keys, launch) for x in (keys, values))
-            target = out[:, launch.rows, own]
-            direct = target if not launch.lengths else target[0] if batch == 1 else None
-            found, found_lse, *_ = flash_attn.forward(
-                part_q, part_k, part_v, softmax_scale, False, launch.window, False, given, direct,
+            _, found_lse, *_ = flash_attn.forward(
+                part_q, part_k, part_v, softmax_scale, False, launch.window, False, given, part_out,
                 softcap=softcap, **launch.lengths,
             )  # fmt: skip
-            if direct is None:
-                target.copy_(found.unflatten(0, (batch, -1)))
+            _put_back(out[:, :, own], launch.rows, launch, part_out)
             lse[:, own, launch.rows] = _unpacked_lse(found_lse, batch)
+
+    _for_each_group(the_plan, schedule, k, v, groups, compute)
     return out, lse
 
 
@@ -424,39 +485,38 @@ def _gather_backward(
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
     dq, dk, dv = (torch.zeros_like(x) if own_tokens < x.shape[1] else torch.empty_like(x) for x in (q, k, v))
     heads, heads_k = (x.shape[2] // groups for x in (q, k))
-    options = dict(softcap=softcap, deterministic=deterministic)
+    sizes = k.shape[3], v.shape[3]
 
-    def arrive(i: int, wait: Callable[[], Tensor]) -> None:
-        """Take the sums of group i that have come home."""
-        own = slice(i * heads_k, (i + 1) * heads_k)
-        parts = wait().split([batch * heads_k * x.shape[3] for x in (k, v)], 1)
-        for target, part in zip((dk, dv), parts, strict=True):
-            target[:, :own_tokens, own] = part.unflatten(1, (batch, heads_k, -1)).transpose(0, 1)
-
-    finish: Callable[[], None] = lambda: None  # noqa: E731  (of the group before, which is on its way meanwhile)
-    for i, (keys, values) in enumerate(_fetched(the_plan, schedule, k, v, groups)):
-        own = slice(i * heads, (i + 1) * heads)
-        widths = [batch * heads_k * x.shape[3] for x in (k, v)]
-        sums = q.new_zeros(keys.shape[1], sum(widths), dtype=torch.float32)
-        totals = [part.unflatten(1, (batch, heads_k, -1)).transpose(0, 1) for part in sums.split(widths, 1)]
+    def compute(i: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
+        own, own_k = slice(i * heads, (i + 1) * heads), slice(i * heads_k, (i + 1) * heads_k)
+        sums = q.new_empty(schedule.exchange.num_sums, batch * heads_k * sum(sizes), dtype=torch.float32)
+        dk_sums, dv_sums = (x.transpose(0, 1) for x in _keys_and_values(sums, batch, sizes))
+        written = schedule.launches[0].keys if schedule.launches else slice(0, 0)  # the others add to it, or to zeros
+        sums[: written.start].zero_()
+        sums[written.stop :].zero_()
         for launch in schedule.launches:
-            row_tensors = [_part(x[:, :, own], launch.rows, launch) for x in (dout, q, out)]
+            part_dout, part_q, part_out = (_part(x[:, :, own], launch.rows, launch) for x in (dout, q, out))
             part_k, part_v = (_part(x, launch.keys, launch) for x in (keys, values))
             part_lse = _packed_lse(softmax_lse[:, own, launch.rows], launch)
             part_dlse = None if dlse is None else _packed_lse(dlse[:, own, launch.rows], launch)
-            grad_q = torch.empty_like(row_tensors[1])
-            grad_k, grad_v = (torch.empty_like(x) for x in (part_k, part_v))
-            given = FeatureArguments(key_ranges=launch.key_ranges)
+            targets = (dq[:, :, own], launch.rows), (dk_sums, launch.keys), (dv_sums, launch.keys)
+            grads = [_part(x, rows, launch) for x, rows in targets]
             flash_attn.backward(
-                row_tensors[0], row_tensors[1], part_k, part_v, row_tensors[2], part_lse, grad_q, grad_k, grad_v,
-                softmax_scale, False, launch.window, None, part_dlse, given, **options, **launch.lengths,
+                part_dout, part_q, part_k, part_v, part_out, part_lse, *grads,
+                softmax_scale, False, launch.window, None, part_dlse, FeatureArguments(key_ranges=launch.key_ranges),
+                launch is not schedule.launches[0], softcap=softcap, deterministic=deterministic, **launch.lengths,
             )  # fmt: skip
-            for total, grad in zip(totals, (grad_k, grad_v), strict=True):
-                total[:, launch.keys] += grad if not launch.lengths else grad.unflatten(0, (batch, -1))
-            dq[:, launch.rows, own] = grad_q if not launch.lengths else grad_q.unflatten(0, (batch, -1))
-        finish()
-        finish = functools.partial(arrive, i, schedule.exchange.give_back(sums))
-    finish()
+            for (x, rows), grad in zip(targets, grads, strict=True):
+                _put_back(x, rows, launch, grad)
+        home = schedule.exchange.give_back(sums)
+
+        def arrive() -> None:
+            for x, part in zip((dk, dv), _keys_and_values(home(), batch, sizes), strict=True):
+                x[:, :own_tokens, own_k] = part.transpose(0, 1)
+
+        return arrive
+
+    _for_each_group(the_plan, schedule, k, v, groups, compute)
     return dq, dk, dv
 
 

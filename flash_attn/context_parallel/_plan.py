@@ -18,7 +18,7 @@ from flash_attn import _torch_private
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks
 from flash_attn.context_parallel import _layout
-from flash_attn.context_parallel._exchange import HeadExchange, RowExchange
+from flash_attn.context_parallel._exchange import HeadExchange, RowExchange, ZigzagExchange
 from flash_attn.utils.distributed import all_gather, device_of, host_group
 
 METHODS = ("gather", "ulysses", "usp")
@@ -50,10 +50,10 @@ class Launch(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The launches of a rank, and the exchange that fetches their keys."""
+    """The launches of a rank, that with the most keys first, and the exchange that fetches their keys."""
 
     launches: list[Launch]
-    exchange: RowExchange
+    exchange: RowExchange | ZigzagExchange
 
 
 class Plan:
@@ -418,12 +418,29 @@ class Plan:
             needed.append(mask)
             intervals.append(covered)
         own = [positions[positions >= 0] for positions in self._every_position]
-        exchange = RowExchange(self.group, self.rank, own, needed, device)
+        exchange: RowExchange | ZigzagExchange
         if self._spans is None:
             launches = self._striped(window, starts, intervals[self.rank], device)
         else:
             launches = self._launches(pieces[self.rank], intervals[self.rank], batch, device)
-        return Schedule(launches, exchange)
+        if self._is_even_zigzag(window, starts):
+            exchange = ZigzagExchange(self.group, self.rank, self.world_size, self.total // (2 * self.world_size))
+            launches = [launch._replace(keys=exchange.keys_before(launch.keys.stop)) for launch in launches]
+        else:
+            exchange = RowExchange(self.group, self.rank, own, needed, device)
+        return Schedule(sorted(launches, key=_num_keys, reverse=True), exchange)
+
+    def _is_even_zigzag(self, window, starts):
+        """Whether all rows see all rows before them, and each rank has two chunks in zigzag, all of one size."""
+        world_size = self.world_size
+        chunk = self.total // (2 * world_size)
+        if world_size == 1 or self._spans is None or window[0] >= 0 or window[1] != 0 or chunk == 0:
+            return False
+        if set(starts) != {0, self.total} or self.total != 2 * world_size * chunk:
+            return False
+        tails = [(2 * world_size - 1 - rank) * chunk for rank in range(world_size)]
+        pairs = [[(rank * chunk, (rank + 1) * chunk), (tail, tail + chunk)] for rank, tail in enumerate(tails)]
+        return [_layout.union(own) for own in self._spans] == list(map(_layout.union, pairs))
 
     def _striped(self, window, starts, covered, device):
         """One launch, in which each row sees an interval of keys of its own."""
@@ -509,6 +526,10 @@ def heads_of_ranks(heads: int, heads_k: int, world_size: int) -> tuple[list[list
     run = math.gcd(share, *borders)
     queries = [list(range(first, end)) for first, end in itertools.pairwise(borders)]
     return queries, [[head // share for head in own[::run]] for own in queries]
+
+
+def _num_keys(launch):
+    return launch.keys.stop - launch.keys.start
 
 
 def _lengths(entries, batch, device):
