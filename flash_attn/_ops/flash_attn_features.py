@@ -167,7 +167,7 @@ def unrounded(out: Tensor, out_lo: Tensor | None) -> Tensor:
 
 
 def _split(sink, bias, arguments, kind):
-    """Returns the last arguments of an op as `kind` (Options or CacheOptions) and features, without what comes after."""
+    """Returns the last arguments of an op as `kind` (Options or CacheOptions) and features, and drops what follows."""
     count = len(kind._fields)
     return kind(*arguments[:count]), Features(sink, bias, *arguments[count : count + _NUM_OTHERS])
 

@@ -1,9 +1,9 @@
 """Attention of a sequence that is divided among ranks: `cp_attn_func` and its packed forms.
 
-    gather     each rank fetches the keys that its rows see, some heads at a time while it computes those before, and
-               calls attention once for each chunk of its rows; the gradients of keys, of which a kernel rounds each
-               part to 16 bits, are summed in float32 on the way home. Saved are q, k, v, out and softmax_lse of the
-               rank's own rows, so the backward fetches keys again.
+    gather     each rank fetches the keys that its rows see, some heads at a time while it computes others, and calls
+               attention once for each chunk of its rows; the gradients of keys are summed in float32, by the kernels
+               and on the way home. Saved are q, k, v, out and softmax_lse of the rank's own rows, so the backward
+               fetches keys again.
     ulysses    ranks exchange tokens for heads; each calls attention once, for some heads of the whole row.
 
 The two methods are one op each way for torch.compile: a graph has the number of the plan as a tensor, so another plan
@@ -24,7 +24,7 @@ from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn, invariance, rng
 from flash_attn._ops.flash_attn_features import SINK_DTYPES, FeatureArguments
-from flash_attn.context_parallel._plan import Plan, heads_of_ranks, plan_of
+from flash_attn.context_parallel._plan import Launch, Plan, heads_of_ranks, plan_of
 from flash_attn.functional import combine
 
 _NAMESPACE = "flash_attn_context_parallel"
@@ -301,8 +301,8 @@ def _for_each_group(plan, schedule, k, v, groups, compute):
     latest at the end: to take what it has sent home.
 
     A transfer starts as early as the memory allows: with few bytes at once, else when the group before the last one is
-    computed. So the others run while groups are computed, and only the first fetch and the last way home are waited for.
-    All ranks take the same decision, as their transfers must come in the same order.
+    computed. Only the first fetch and the last way home have nothing beside them. All ranks take the same decision, as
+    their transfers must come in the same order.
     """
     tokens, batch, sizes = plan.own_tokens, k.shape[0], (k.shape[3], v.shape[3])
     heads = k.shape[2] // groups
@@ -494,7 +494,8 @@ def _gather_backward(
         written = schedule.launches[0].keys if schedule.launches else slice(0, 0)  # the others add to it, or to zeros
         sums[: written.start].zero_()
         sums[written.stop :].zero_()
-        for launch in schedule.launches:
+
+        def run(launch: Launch) -> None:
             part_dout, part_q, part_out = (_part(x[:, :, own], launch.rows, launch) for x in (dout, q, out))
             part_k, part_v = (_part(x, launch.keys, launch) for x in (keys, values))
             part_lse = _packed_lse(softmax_lse[:, own, launch.rows], launch)
@@ -508,7 +509,9 @@ def _gather_backward(
             )  # fmt: skip
             for (x, rows), grad in zip(targets, grads, strict=True):
                 _put_back(x, rows, launch, grad)
-        home = schedule.exchange.give_back(sums)
+
+        launches = [functools.partial(run, launch) for launch in schedule.launches]
+        home = schedule.exchange.give_back(sums, launches)
 
         def arrive() -> None:
             for x, part in zip((dk, dv), _keys_and_values(home(), batch, sizes), strict=True):

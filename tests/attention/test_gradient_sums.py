@@ -69,9 +69,7 @@ def gradients(name, device, dtype, accumulate=False, into=None):
     case, (q, k, v, dout), live, given, options = call_of(name, device)
     scores = None, case.causal, case.window
     torch.manual_seed(3)
-    out, lse, _, rng_state, _ = flash_attn.forward(
-        q, k, v, *scores, False, given._replace(return_lse=True), **options
-    )
+    out, lse, _, rng_state, _ = flash_attn.forward(q, k, v, *scores, False, given._replace(return_lse=True), **options)
     dq = torch.full_like(q, float("nan"))
     dk, dv = into or (torch.full_like(x, float("nan"), dtype=dtype) for x in (k, v))
     flash_attn.backward(
@@ -93,7 +91,9 @@ def test_sums(name, portable, device, monkeypatch):
     for short, x, start, total in zip(rounded, exact, before, added, strict=True):
         assert x.dtype == torch.float32 and torch.equal(x.to(short.dtype), short)
         assert x[live].numel() == 0 or name == "no rows" or (x[live].to(short.dtype) != x[live]).any()
-        torch.testing.assert_close(total, start + x, rtol=1e-6, atol=1e-6)  # the last product and the sum may be one step
+        torch.testing.assert_close(
+            total, start + x, rtol=1e-6, atol=1e-6
+        )  # the last product and the sum may be one step
         assert (x[~live] == 0).all() and torch.equal(total[~live], start[~live])
 
 
@@ -107,7 +107,10 @@ def test_sums_of_parts_of_the_rows(head_dim, portable, device, monkeypatch):
     exact = oracle.gradients(oracle.attention, [x.double() for x in (q, k, v)], dout, None)[2]
     plain = oracle.gradients(oracle.attention, [q, k, v], dout, None)[2]
     out, lse, *_ = flash_attn.forward(q, k, v, None, False, (-1, -1), False, FeatureArguments(return_lse=True))
-    one, several = [torch.empty_like(x) for x in (q, k, v)], [torch.empty_like(q), *(torch.empty(x.shape) for x in (k, v))]
+    one, several = (
+        [torch.empty_like(x) for x in (q, k, v)],
+        [torch.empty_like(q), *(torch.empty(x.shape) for x in (k, v))],
+    )
     several[1:] = [x.to(device) for x in several[1:]]
     flash_attn.backward(dout, q, k, v, out, lse, *one, None, False, (-1, -1))
     for rows in (slice(0, 100), slice(100, 150)):
