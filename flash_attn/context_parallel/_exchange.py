@@ -122,7 +122,7 @@ class ZigzagExchange:
     The order of the others does not matter to attention. Sums lie in the same places, and a reduce-scatter of each of
     the first two parts takes them home.
 
-    chunk: the rows of a chunk. fetched, num_sums: as in RowExchange.
+    chunk: the rows of a chunk. fetched, num_sums: as in RowExchange. seen_by_tail, seen_by_head: the slices.
     """
 
     def __init__(self, group: Any, rank: int, world_size: int, chunk: int) -> None:
@@ -131,13 +131,8 @@ class ZigzagExchange:
         chunks = torch.tensor([*tails, *range(world_size), tails[rank]])
         self.fetched = (chunks[:, None] * chunk + torch.arange(chunk)).flatten()
         self.num_sums = len(self.fetched)
-
-    def keys_before(self, end: int) -> slice:
-        """Returns where the keys of positions 0 .. end - 1 are: of the end of this rank's head, or of its tail."""
-        first_head = self._world * self._chunk
-        if end <= first_head:
-            return slice(first_head, first_head + end)
-        return slice((self._rank + 1) * self._chunk, self.num_sums)
+        self.seen_by_tail = slice((rank + 1) * chunk, self.num_sums)
+        self.seen_by_head = slice(world_size * chunk, (world_size + rank + 1) * chunk)
 
     def _parts(self, x):
         """Those of the tails of all ranks, the heads of all ranks, and the tail of this rank."""

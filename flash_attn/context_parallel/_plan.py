@@ -404,6 +404,8 @@ class Plan:
     @_on_host
     def _scheduled(self, window, chunk, batch, device):
         starts = _layout.starts_of(self.seqlens, chunk)
+        if self._is_even_zigzag(window, starts):
+            return self._in_even_zigzag()
         needed, intervals, pieces = [], [], []
         for rank, positions in enumerate(self._every_position):
             if self._spans is None:
@@ -418,17 +420,19 @@ class Plan:
             needed.append(mask)
             intervals.append(covered)
         own = [positions[positions >= 0] for positions in self._every_position]
-        exchange: RowExchange | ZigzagExchange
+        exchange = RowExchange(self.group, self.rank, own, needed, device)
         if self._spans is None:
             launches = self._striped(window, starts, intervals[self.rank], device)
         else:
             launches = self._launches(pieces[self.rank], intervals[self.rank], batch, device)
-        if self._is_even_zigzag(window, starts):
-            exchange = ZigzagExchange(self.group, self.rank, self.world_size, self.total // (2 * self.world_size))
-            launches = [launch._replace(keys=exchange.keys_before(launch.keys.stop)) for launch in launches]
-        else:
-            exchange = RowExchange(self.group, self.rank, own, needed, device)
         return Schedule(sorted(launches, key=_num_keys, reverse=True), exchange)
+
+    def _in_even_zigzag(self):
+        """The schedule of chunks for which `_is_even_zigzag`: a launch of the rank's tail, and one of its head."""
+        chunk = self.total // (2 * self.world_size)
+        exchange = ZigzagExchange(self.group, self.rank, self.world_size, chunk)
+        parts = (slice(chunk, 2 * chunk), exchange.seen_by_tail), (slice(0, chunk), exchange.seen_by_head)
+        return Schedule([Launch(rows, keys, (-1, 0), {}, None) for rows, keys in parts], exchange)
 
     def _is_even_zigzag(self, window, starts):
         """Whether all rows see all rows before them, and each rank has two chunks in zigzag, all of one size."""
