@@ -294,15 +294,15 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 _ALL_AT_ONCE = 2**30
 
 
-def _for_each_group(plan, schedule, k, v, groups, compute):
+def _for_each_group(plan, schedule, k, v, groups, compute, sends):
     """Call compute(i, keys, values) for each group of heads, with views (batch, fetched, heads of the group, head_dim).
 
-    It may return a function, which is called before the memory that it has used is needed for another group, at the
-    latest at the end: to take what it has sent home.
+    sends: whether it sends sums home. Then it returns a function that takes what has come home, which is called before
+    the memory that it has used is needed for another group, at the latest at the end.
 
-    A transfer starts as early as the memory allows: with few bytes at once, else when the group before the last one is
-    computed. Only the first fetch and the last way home have nothing beside them. All ranks take the same decision, as
-    their transfers must come in the same order.
+    Groups with few bytes are all in memory at once, and wait for nothing but their transfers; of others there are two.
+    All ranks take the same decision, as their transfers must come in the same order. The first fetch and the last way
+    home have nothing beside them.
     """
     tokens, batch, sizes = plan.own_tokens, k.shape[0], (k.shape[3], v.shape[3])
     heads = k.shape[2] // groups
@@ -311,28 +311,31 @@ def _for_each_group(plan, schedule, k, v, groups, compute):
     for target, x in zip(_keys_and_values(rows, batch, sizes), (k, v), strict=True):
         target.copy_(x[:, :tokens].unflatten(2, (groups, heads)).permute(2, 1, 0, 3, 4))
     all_at_once = plan.total * groups * width * k.element_size() <= _ALL_AT_ONCE
-    ahead = groups if all_at_once else min(2, groups)
+    ahead = groups if all_at_once else 2
+    # Transfers run one after the other: sums must not be before the fetches of later groups. Without sums, fetches can
+    # come later, so that the GPU does not wait at the start while the host makes them.
+    first = min(groups, ahead if sends else 2)
     arriving, sent = {}, {}
-    with _lanes(k.device, all_at_once and groups > 1) as lane:
-        for i in range(ahead):
+    with _lanes(k.device, min(groups, 2 if sends else groups) if all_at_once else 1) as lane:
+
+        def start(i):
             with lane(i):
                 arriving[i] = schedule.exchange.fetch(rows[i])
+
+        for i in range(first):
+            start(i)
         for i in range(groups):
             with lane(i):
-                if i >= ahead:
+                if sends and i >= ahead:
                     sent.pop(i - ahead)()
                 fetched = [x.transpose(0, 1) for x in _keys_and_values(arriving.pop(i)(), batch, sizes)]
-                sent[i] = compute(i, *fetched) or _nothing
+                sent[i] = compute(i, *fetched)
                 del fetched
-                if i + ahead < groups:
-                    arriving[i + ahead] = schedule.exchange.fetch(rows[i + ahead])
-        for i, arrive in sent.items():
+            if i + first < groups:
+                start(i + first)
+        for i, arrive in sent.items() if sends else ():
             with lane(i):
                 arrive()
-
-
-def _nothing():
-    pass
 
 
 def _keys_and_values(rows, batch, sizes):
@@ -343,28 +346,28 @@ def _keys_and_values(rows, batch, sizes):
 
 
 @contextlib.contextmanager
-def _lanes(device, apart):
-    """Yields lane(i), the context of the CUDA stream that computes group i of heads.
+def _lanes(device, count):
+    """Yields lane(i), the context of the stream that computes group i of heads: one of `count`, which take turns.
 
-    apart: whether two streams take turns. The last thread blocks of a launch leave a part of the GPU idle, a tenth of
-    the time of a short one, and so do the small kernels around it: there, those of the other stream run.
+    The last thread blocks of a launch leave a part of the GPU idle, a tenth of the time of a short one, and so do the
+    small kernels around it: there, those of another stream run.
     """
-    if not apart or device.type != "cuda":
+    if count == 1 or device.type != "cuda":
         yield lambda i: contextlib.nullcontext()
         return
-    current, streams = torch.cuda.current_stream(device), _side_streams(device)
+    current, streams = torch.cuda.current_stream(device), [_side_stream(device, i) for i in range(count)]
     for stream in streams:
         stream.wait_stream(current)
     try:
-        yield lambda i: torch.cuda.stream(streams[i % len(streams)])
+        yield lambda i: torch.cuda.stream(streams[i % count])
     finally:
         for stream in streams:
             current.wait_stream(stream)
 
 
 @functools.cache
-def _side_streams(device):
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+def _side_stream(device, index):
+    return torch.cuda.Stream(device)
 
 
 def _part(x, rows, launch):
@@ -451,7 +454,7 @@ def _gather(
             _put_back(out[:, :, own], launch.rows, launch, part_out)
             lse[:, own, launch.rows] = _unpacked_lse(found_lse, batch)
 
-    _for_each_group(the_plan, schedule, k, v, groups, compute)
+    _for_each_group(the_plan, schedule, k, v, groups, compute, sends=False)
     return out, lse
 
 
@@ -519,7 +522,7 @@ def _gather_backward(
 
         return arrive
 
-    _for_each_group(the_plan, schedule, k, v, groups, compute)
+    _for_each_group(the_plan, schedule, k, v, groups, compute, sends=True)
     return dq, dk, dv
 
 

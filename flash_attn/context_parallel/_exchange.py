@@ -144,9 +144,9 @@ class ZigzagExchange:
         head, tail = x.split(self._chunk)
         tails, heads, own_tail = self._parts(arrived)
         works = [collectives.gather_into(*each, self._group) for each in ((heads, head), (tails, tail))]
-        own_tail.copy_(tail)
 
         def wait():
+            own_tail.copy_(tail)
             for work in works:
                 work.wait()
             return arrived
