@@ -10,7 +10,6 @@ The two methods are one op each way for torch.compile: a graph has the number of
 is not another graph.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -315,17 +314,20 @@ def _for_each_group(plan, schedule, k, v, groups, compute, sends):
     # Transfers run one after the other: sums must not be before the fetches of later groups. Without sums, fetches can
     # come later, so that the GPU does not wait at the start while the host makes them.
     first = min(groups, ahead if sends else 2)
+    # Several streams: the last thread blocks of a launch leave a part of the GPU idle, a tenth of the time of a short
+    # one, and so do the small kernels around it. There, those of another group run.
+    streams = min(groups, 2 if sends else groups) if all_at_once else 1
     arriving, sent = {}, {}
-    with _lanes(k.device, min(groups, 2 if sends else groups) if all_at_once else 1) as lane:
+    with _library.streams_beside(k, streams) as stream:
 
         def start(i):
-            with lane(i):
+            with stream(i):
                 arriving[i] = schedule.exchange.fetch(rows[i])
 
         for i in range(first):
             start(i)
         for i in range(groups):
-            with lane(i):
+            with stream(i):
                 if sends and i >= ahead:
                     sent.pop(i - ahead)()
                 fetched = [x.transpose(0, 1) for x in _keys_and_values(arriving.pop(i)(), batch, sizes)]
@@ -334,7 +336,7 @@ def _for_each_group(plan, schedule, k, v, groups, compute, sends):
             if i + first < groups:
                 start(i + first)
         for i, arrive in sent.items() if sends else ():
-            with lane(i):
+            with stream(i):
                 arrive()
 
 
@@ -343,31 +345,6 @@ def _keys_and_values(rows, batch, sizes):
     heads = rows.shape[-1] // (batch * sum(sizes))
     parts = rows.split([batch * heads * size for size in sizes], -1)
     return [part.unflatten(-1, (batch, heads, size)) for part, size in zip(parts, sizes, strict=True)]
-
-
-@contextlib.contextmanager
-def _lanes(device, count):
-    """Yields lane(i), the context of the stream that computes group i of heads: one of `count`, which take turns.
-
-    The last thread blocks of a launch leave a part of the GPU idle, a tenth of the time of a short one, and so do the
-    small kernels around it: there, those of another stream run.
-    """
-    if count == 1 or device.type != "cuda":
-        yield lambda i: contextlib.nullcontext()
-        return
-    current, streams = torch.cuda.current_stream(device), [_side_stream(device, i) for i in range(count)]
-    for stream in streams:
-        stream.wait_stream(current)
-    try:
-        yield lambda i: torch.cuda.stream(streams[i % count])
-    finally:
-        for stream in streams:
-            current.wait_stream(stream)
-
-
-@functools.cache
-def _side_stream(device, index):
-    return torch.cuda.Stream(device)
 
 
 def _part(x, rows, launch):
