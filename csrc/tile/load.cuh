@@ -94,9 +94,9 @@ __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   load_own_rows_scattered<kThreads>(tile, rows, cols, step);
 }
 
-// The chunk of 8 columns to which element c of a lane belongs, of a fragment whose columns start at col0. With kShares >
-// 1, the columns of each panel are cut into kShares equal parts; of every panel, the fragment has the part that starts
-// at col0.
+// The chunk of 8 columns to which element c of a lane belongs, of a fragment whose columns start at col0. With kShares
+// > 1, the columns of each panel are cut into kShares equal parts; of every panel, the fragment has the part that
+// starts at col0.
 template <int kShares, int kPanelChunks>
 __device__ constexpr int chunk_of(int c, int col0) {
   constexpr int kShareChunks = kPanelChunks / kShares;

@@ -481,10 +481,11 @@ def _gather_backward(
             part_lse = _packed_lse(softmax_lse[:, own, launch.rows], launch)
             part_dlse = None if dlse is None else _packed_lse(dlse[:, own, launch.rows], launch)
             targets = (dq[:, :, own], launch.rows), (dk_sums, launch.keys), (dv_sums, launch.keys)
-            grads = [_part(x, rows, launch) for x, rows in targets]
+            grads = part_dq, part_dk, part_dv = [_part(x, rows, launch) for x, rows in targets]
+            given = FeatureArguments(key_ranges=launch.key_ranges)
             flash_attn.backward(
-                part_dout, part_q, part_k, part_v, part_out, part_lse, *grads,
-                softmax_scale, False, launch.window, None, part_dlse, FeatureArguments(key_ranges=launch.key_ranges),
+                part_dout, part_q, part_k, part_v, part_out, part_lse, part_dq, part_dk, part_dv,
+                softmax_scale, False, launch.window, None, part_dlse, given,
                 launch is not schedule.launches[0], softcap=softcap, deterministic=deterministic, **launch.lengths,
             )  # fmt: skip
             for (x, rows), grad in zip(targets, grads, strict=True):
