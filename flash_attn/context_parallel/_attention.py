@@ -314,11 +314,10 @@ def _for_each_group(plan, schedule, k, v, groups, compute, sends):
     # Transfers run one after the other: sums must not be before the fetches of later groups. Without sums, fetches can
     # come later, so that the GPU does not wait at the start while the host makes them.
     first = min(groups, ahead if sends else 2)
-    # Several streams: the last thread blocks of a launch leave a part of the GPU idle, a tenth of the time of a short
-    # one, and so do the small kernels around it. There, those of another group run.
-    streams = min(groups, 2 if sends else groups) if all_at_once else 1
+    # Each group has a stream then: the last thread blocks of a launch leave a part of the GPU idle, a fifth of its time
+    # where rows are short, and so do the small kernels around it. There, another group is computed.
     arriving, sent = {}, {}
-    with _library.streams_beside(k, streams) as stream:
+    with _library.streams_beside(k, groups if all_at_once else 1) as stream:
 
         def start(i):
             with stream(i):

@@ -28,7 +28,7 @@ CASES = {
     "softcap": BASE.but(head_dim=128, softcap=2.0),
     "dropout": BASE.but(head_dim=128, dropout_p=0.3),
     "few keys": FEW_KEYS.but(head_dim=128),
-    "few keys of 192": FEW_KEYS.but(head_dim=192),
+    "few keys of 256": FEW_KEYS.but(head_dim=256),
     "no rows": BASE.but(seqlen_q=0),
     "used": BASE.but(head_dim=128),
     "few used": FEW_KEYS.but(batch=2),
