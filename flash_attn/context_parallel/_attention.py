@@ -10,7 +10,6 @@ The two methods are one op each way for torch.compile: a graph has the number of
 is not another graph.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn, invariance, rng
 from flash_attn._ops.flash_attn_features import SINK_DTYPES, FeatureArguments
-from flash_attn.context_parallel._plan import Launch, Plan, heads_of_ranks, plan_of
+from flash_attn.context_parallel._plan import Plan, heads_of_ranks, plan_of
 from flash_attn.functional import combine
 
 _NAMESPACE = "flash_attn_context_parallel"
@@ -314,10 +313,12 @@ def _for_each_group(plan, schedule, k, v, groups, compute, sends):
     # Transfers run one after the other: sums must not be before the fetches of later groups. Without sums, fetches can
     # come later, so that the GPU does not wait at the start while the host makes them.
     first = min(groups, ahead if sends else 2)
-    # Each group has a stream then: the last thread blocks of a launch leave a part of the GPU idle, a fifth of its time
-    # where rows are short, and so do the small kernels around it. There, another group is computed.
+    # The last thread blocks of a launch leave a part of the GPU idle, and so do the small kernels around it. There,
+    # another group is computed. But not where sums are sent: groups would then not end at the same time on all ranks,
+    # and a transfer that waits for other ranks occupies multiprocessors.
+    streams = 1 if sends or not all_at_once else groups
     arriving, sent = {}, {}
-    with _library.streams_beside(k, groups if all_at_once else 1) as stream:
+    with _library.streams_beside(k, streams) as stream:
 
         def start(i):
             with stream(i):
@@ -374,9 +375,9 @@ def _packed_lse(lse, launch):
 def _gathered_attention(q, k, v, sink, plan, softmax_scale, window, softcap, chunk, deterministic):
     """out and softmax_lse of attention by "gather"."""
     head_bytes = plan.total * q.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size()
-    groups = plan.groups_of_heads(k.shape[2], head_bytes)
-    fits = k.shape[2] % groups == 0
-    checks.number("head_groups of the plan", groups, fits, "a divisor of the heads of k, {}", k.shape[2])
+    groups = plan.groups_of_heads(k.shape[2], q.shape[0], head_bytes)
+    fits = all(k.shape[2] % each == 0 for each in groups)
+    checks.number("head_groups of the plan", groups[0], fits, "a divisor of the heads of k, {}", k.shape[2])
     options = plan.handle, softmax_scale, *window, softcap, chunk, groups, deterministic
     if q.dtype in flash_attn.KERNEL_DTYPES and not _has_kernel(q):  # out is kept in float32, and so are sums
         out, lse = _gather(q.float(), k.float(), v.float(), sink, *options)
@@ -403,17 +404,17 @@ def _gather(
     window_right: int,
     softcap: float,
     chunk: int,
-    groups: int,
+    groups: Sequence[int],
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse of attention by "gather". plan: the handle of one."""
+    """out and softmax_lse of attention by "gather". plan: the handle of one. groups: of the forward and backward."""
     the_plan = plan_of(plan)
     batch, tokens, heads, _ = q.shape
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
     out, lse = _gather_fake(q, k, v)
     out[:, the_plan.own_tokens :] = 0
     lse[:, :, the_plan.own_tokens :] = math.inf
-    share = heads // groups
+    share = heads // groups[0]
 
     def compute(i: int, keys: Tensor, values: Tensor) -> None:
         own = slice(i * share, (i + 1) * share)
@@ -430,7 +431,7 @@ def _gather(
             _put_back(out[:, :, own], launch.rows, launch, part_out)
             lse[:, own, launch.rows] = _unpacked_lse(found_lse, batch)
 
-    _for_each_group(the_plan, schedule, k, v, groups, compute, sends=False)
+    _for_each_group(the_plan, schedule, k, v, groups[0], compute, sends=False)
     return out, lse
 
 
@@ -455,7 +456,7 @@ def _gather_backward(
     window_right: int,
     softcap: float,
     chunk: int,
-    groups: int,
+    groups: Sequence[int],
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. softmax_lse counts the sink, if there is one."""
@@ -463,7 +464,7 @@ def _gather_backward(
     own_tokens, batch = the_plan.own_tokens, q.shape[0]
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
     dq, dk, dv = (torch.zeros_like(x) if own_tokens < x.shape[1] else torch.empty_like(x) for x in (q, k, v))
-    heads, heads_k = (x.shape[2] // groups for x in (q, k))
+    heads, heads_k = (x.shape[2] // groups[1] for x in (q, k))
     sizes = k.shape[3], v.shape[3]
 
     def compute(i: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
@@ -473,8 +474,7 @@ def _gather_backward(
         written = schedule.launches[0].keys if schedule.launches else slice(0, 0)  # the others add to it, or to zeros
         sums[: written.start].zero_()
         sums[written.stop :].zero_()
-
-        def run(launch: Launch) -> None:
+        for launch in schedule.launches:
             part_dout, part_q, part_out = (_part(x[:, :, own], launch.rows, launch) for x in (dout, q, out))
             part_k, part_v = (_part(x, launch.keys, launch) for x in (keys, values))
             part_lse = _packed_lse(softmax_lse[:, own, launch.rows], launch)
@@ -489,9 +489,7 @@ def _gather_backward(
             )  # fmt: skip
             for (x, rows), grad in zip(targets, grads, strict=True):
                 _put_back(x, rows, launch, grad)
-
-        launches = [functools.partial(run, launch) for launch in schedule.launches]
-        home = schedule.exchange.give_back(sums, launches)
+        home = schedule.exchange.give_back(sums)
 
         def arrive() -> None:
             for x, part in zip((dk, dv), _keys_and_values(home(), batch, sizes), strict=True):
@@ -499,7 +497,7 @@ def _gather_backward(
 
         return arrive
 
-    _for_each_group(the_plan, schedule, k, v, groups, compute, sends=True)
+    _for_each_group(the_plan, schedule, k, v, groups[1], compute, sends=True)
     return dq, dk, dv
 
 

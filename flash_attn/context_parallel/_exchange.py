@@ -79,13 +79,11 @@ class RowExchange:
 
         return wait
 
-    def give_back(self, sums: Tensor, launches: Sequence[Callable[[], None]]) -> Callable[[], Tensor]:
-        """Call functions that write to sums (num_sums, width), and start to send these to the ranks that have the rows.
+    def give_back(self, sums: Tensor) -> Callable[[], Tensor]:
+        """Start to send sums (num_sums, width) to the ranks that have the rows. Returns a function as `fetch` does.
 
-        Returns a function as `fetch` does: what it returns is (rows, width), for each row the sum over all ranks.
+        What it returns is (rows, width), for each row the sum over all ranks.
         """
-        for launch in launches:
-            launch()
         if self._world == 1:
             return lambda: sums
         if self._homes is not None:
@@ -153,20 +151,17 @@ class ZigzagExchange:
 
         return wait
 
-    def give_back(self, sums: Tensor, launches: Sequence[Callable[[], None]]) -> Callable[[], Tensor]:
+    def give_back(self, sums: Tensor) -> Callable[[], Tensor]:
         """As that of RowExchange.
 
-        The first launch is that of the rank's tail: no other writes to sums of tails, which are sent while others run.
+        All sums leave together: those of tails are complete before, but not at the same time on all ranks, and a
+        transfer that waits for other ranks occupies multiprocessors.
         """
         arrived = sums.new_empty(2 * self._chunk, sums.shape[1])
         head, tail = arrived.split(self._chunk)
         tails, heads, own_tail = self._parts(sums)
-        launches[0]()
         tails.split(self._chunk)[self._rank].copy_(own_tail)
-        works = [collectives.scatter_into(tail, tails, self._group)]
-        for launch in launches[1:]:
-            launch()
-        works.append(collectives.scatter_into(head, heads, self._group))
+        works = [collectives.scatter_into(*each, self._group) for each in ((tail, tails), (head, heads))]
 
         def wait():
             for work in works:

@@ -428,10 +428,15 @@ class Plan:
         return Schedule(sorted(launches, key=_num_keys, reverse=True), exchange)
 
     def _in_even_zigzag(self):
-        """The schedule of chunks for which `_is_even_zigzag`: a launch of the rank's tail, and one of its head."""
+        """The schedule of chunks for which `_is_even_zigzag`: a launch of the rank's tail, and one of its head.
+
+        The chunks of the last rank are neighbours, and need only one.
+        """
         chunk = self.total // (2 * self.world_size)
         exchange = ZigzagExchange(self.group, self.rank, self.world_size, chunk)
-        parts = (slice(chunk, 2 * chunk), exchange.seen_by_tail), (slice(0, chunk), exchange.seen_by_head)
+        parts = [(slice(chunk, 2 * chunk), exchange.seen_by_tail), (slice(0, chunk), exchange.seen_by_head)]
+        if self.rank == self.world_size - 1:
+            parts = [(slice(0, 2 * chunk), exchange.seen_by_tail)]
         return Schedule([Launch(rows, keys, (-1, 0), {}, None) for rows, keys in parts], exchange)
 
     def _is_even_zigzag(self, window, starts):
@@ -499,23 +504,31 @@ class Plan:
             return self.world_size, self.rank
         return self._mesh["ulysses"].size(), self._mesh["ulysses"].get_local_rank()
 
-    def groups_of_heads(self, heads_k: int, bytes_per_head: int) -> int:
-        """Returns in how many groups "gather" fetches the key heads; bytes_per_head: of all keys and values.
+    def groups_of_heads(self, heads_k: int, batch: int, bytes_per_head: int) -> tuple[int, int]:
+        """Returns in how many groups "gather" fetches the key heads in the forward, and in the backward.
 
-        With n groups, 1 / n of the transfers is waited for: the first fetch in each direction, and in the backward the
-        last sums, which have twice the bytes. With B bytes in all at 330 GB/s, that is 4 B / n: of 134 MB (32k tokens,
-        8 key heads of 128) 1.6 ms with one group and 0.4 ms with four, where 4 GPUs compute for 13 ms. A group costs
-        three transfers that take 20 us to start, which 16 MB make up for: they take 50 us. With more than four groups
-        there is little left to gain.
+        bytes_per_head: of all keys and values.
+
+        With n groups, 1 / n of the transfers have nothing beside them: the first fetch, and in the backward the last
+        sums, which have twice the bytes. A group costs launches and transfers that take 20 us each to start, which 16
+        MB make up for: these take 50 us at 330 GB/s. In the backward, launches must also be long: a thread block
+        computes 128 keys of a head, and with less than two of them for each multiprocessor in each chunk, the last
+        ones leave more of the GPU idle than transfers would (of 32k tokens on 4 GPUs, 8 key heads and 9.3 ms: 2.7 ms
+        with four groups and 1.0 ms with two; the transfers of one group take 0.9 ms). In the forward, blocks are half
+        as long, and groups can overlap, as they send nothing.
         """
         if self._head_groups is not None:
-            return self._head_groups
-        if self.world_size == 1:
-            return 1
-        return max(n for n in (1, 2, 4) if heads_k % n == 0 and (n == 1 or bytes_per_head * heads_k >= n * _LARGE))
+            return self._head_groups, self._head_groups
+        chunk = self.total // (2 * self.world_size)
+        counts = [
+            n for n in (1, 2, 4) if heads_k % n == 0 and self.world_size > 1 and bytes_per_head * heads_k >= n * _LARGE
+        ]
+        long = [n for n in counts if chunk * batch * heads_k >= n * _LONG]
+        return max(counts, default=1), max(long, default=1)
 
 
 _LARGE = 2**24  # bytes of a group of heads
+_LONG = 2 * 128 * 128  # keys of all heads of a group, in a chunk of the row
 
 
 def plan_of(handle: Tensor) -> Plan:

@@ -122,7 +122,8 @@ def test_even_zigzag_needs_no_copies(world_size):
         heads, tails = (torch.arange(2 * world_size * 2).view(2, -1, 2)[i] for i in (0, 1))
         arriving = torch.cat([tails.flip(0).flatten(), heads.flatten(), plan.positions[2:]])
         assert torch.equal(schedule.exchange.fetched, arriving)
-        assert [launch.rows for launch in schedule.launches] == [slice(2, 4), slice(0, 2)]
+        rows = [slice(2, 4), slice(0, 2)] if plan.rank < world_size - 1 else [slice(0, 4)]
+        assert [launch.rows for launch in schedule.launches] == rows
         for launch in schedule.launches:
             rows, keys = plan.positions[launch.rows], arriving[launch.keys]
             assert torch.equal(keys[-2:], rows[-2:]) and keys.sort().values.tolist() == list(range(rows[-1] + 1))
