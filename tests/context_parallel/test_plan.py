@@ -143,6 +143,28 @@ def test_even_zigzag_needs_no_copies(world_size):
         assert all((each > 0).all() for each in sorted_ones), options
 
 
+@pytest.mark.parametrize(
+    "thousands, ranks, heads_k, batch, expected",
+    [
+        (32, 4, 8, 1, (4, 1)),
+        (64, 4, 8, 1, (4, 2)),
+        (128, 4, 8, 1, (4, 4)),
+        (32, 2, 8, 1, (4, 2)),
+        (32, 4, 8, 4, (4, 4)),
+        (32, 1, 8, 1, (1, 1)),
+        (128, 4, 1, 1, (1, 1)),
+        (128, 4, 6, 1, (2, 2)),
+        (1, 4, 8, 1, (1, 1)),
+    ],
+)
+def test_groups_of_heads(thousands, ranks, heads_k, batch, expected):
+    """Few where transfers are short; in the backward also where launches would be short."""
+    plan = OnePlan(1024 * thousands, 0, ranks)
+    size = batch * plan.total * 2 * 128 * 2
+    assert plan.groups_of_heads(heads_k, batch, size) == expected
+    assert OnePlan(1024, 0, ranks, head_groups=3).groups_of_heads(heads_k, batch, size) == (3, 3)
+
+
 def test_work_is_balanced():
     def imbalance(seqlens, layout, world_size):
         each = [
