@@ -310,13 +310,13 @@ def _for_each_group(plan, schedule, k, v, groups, compute, sends):
         target.copy_(x[:, :tokens].unflatten(2, (groups, heads)).permute(2, 1, 0, 3, 4))
     all_at_once = plan.total * groups * width * k.element_size() <= _ALL_AT_ONCE
     ahead = groups if all_at_once else 2
-    # Transfers run one after the other: sums must not be before the fetches of later groups. Without sums, fetches can
-    # come later, so that the GPU does not wait at the start while the host makes them.
-    first = min(groups, ahead if sends else 2)
     # The last thread blocks of a launch leave a part of the GPU idle, and so do the small kernels around it. There,
     # another group is computed. But not where sums are sent: groups would then not end at the same time on all ranks,
     # and a transfer that waits for other ranks occupies multiprocessors.
     streams = 1 if sends or not all_at_once else groups
+    # How many fetches start before the first group is computed. Transfers run one after the other, so sums must not be
+    # before the fetches of later groups. Where none are sent, few: the GPU waits while the host starts them.
+    first = min(groups, ahead if sends else 2)
     arriving, sent = {}, {}
     with _library.streams_beside(k, streams) as stream:
 
