@@ -206,12 +206,12 @@ __device__ void store_rows(const Fragment<kRows, kCols>& fragment, Rows rows, in
   }
 }
 
-// A warp stores a fragment to rows of fp32 in global memory, from row0 on, or adds it to what they hold. Rows and cols
-// are even, so that pairs of elements are aligned, unless kAligned is false; then columns have stride `step`. kShares,
-// kPanelChunks: see chunk_of.
+// A warp stores a fragment to rows of fp32 in global memory, from row0 on, or adds it to what they hold. Unless
+// kAligned is false, strides and cols are even, so that pairs of elements are aligned. kShares, kPanelChunks: see
+// chunk_of.
 template <bool kAligned = true, int kShares = 1, int kPanelChunks = 8, int kRows, int kCols>
 __device__ void store_float_rows(const Fragment<kRows, kCols>& fragment, StridedRows<float> rows, int row0, int cols,
-                                 bool adds, int col0 = 0, int64_t step = 1) {
+                                 bool adds, int col0 = 0) {
   rows.move(row0 + fragment.row(0));
 #pragma unroll
   for (int r = 0; r < kRows / 8; ++r, rows.move(8)) {
@@ -229,7 +229,7 @@ __device__ void store_float_rows(const Fragment<kRows, kCols>& fragment, Strided
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (col + i >= end) continue;
-          float& element = rows.address()[(col + i) * step];
+          float& element = rows.address()[col + i];
           element = fragment(r, c + i) + (adds ? element : 0);
         }
       }

@@ -146,7 +146,7 @@ def backward(
 ) -> Tensor:
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
-    dk and dv may be float32 beside a q of 16 bits: they are then not rounded.
+    dk and dv may be float32 beside a q of 16 bits, if their channels are adjacent: they are then not rounded.
 
     Its shape is (batch, heads, seqlen_q rounded up to a multiple of 128), or for packed tokens (heads, total_q + 128 *
     batch), where the rows of entry b start at cu_seqlens_q[b] + 128 * b. Calls that need the op with features return an
@@ -178,6 +178,10 @@ def backward(
     dtypes = (torch.float32,) if accumulate else (q.dtype, torch.float32)
     checks.tensor("dk", dk, dtypes=dtypes, shape=tuple(k.shape), device=q.device)
     checks.tensor("dv", dv, dtypes=(dk.dtype,), shape=tuple(v.shape), device=q.device)
+    if dk.dtype is not q.dtype:
+        for name, value in (("dk", dk), ("dv", dv)):
+            adjacent = value.shape[-1] == 1 or value.stride(-1) == 1
+            checks.number(f"{name}.stride(-1)", value.stride(-1), adjacent, "1 where it is float32")
     checks.own_memory(dq=dq, dk=dk, dv=dv)
     lse_shape = _lse_shape(q, options.get("cu_seqlens_q"))
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)

@@ -139,6 +139,11 @@ def test_errors(device):
                 dout, q, k, v, out, lse, torch.empty_like(q), *sums, None, True, (-1, -1), accumulate=accumulate
             )
         assert all((x == 0).all() for x in sums)
+    apart = torch.zeros(*k.shape[:-1], 2 * k.shape[-1], device=device)[..., ::2]
+    with pytest.raises(ArgumentError, match=r"dk.stride\(-1\) must be 1 where it is float32, found 2"):
+        flash_attn.backward(
+            dout, q, k, v, out, lse, torch.empty_like(q), apart, torch.zeros_like(apart), None, True, (-1, -1)
+        )
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -96,6 +96,8 @@ void check_tensors(const Forward& fwd, const Gradients& gradients) {
     if (x == nullptr) continue;
     check_device(*x, gradients.dout, name);
     check_same_dtype(*x, gradients.in_float() ? *gradients.dk : gradients.dout, name);
+    STD_TORCH_CHECK(!gradients.in_float() || x->size(-1) == 1 || x->stride(-1) == 1, name,
+                    " must have adjacent channels where it is float32, found stride ", x->stride(-1));
   }
   STD_TORCH_CHECK(gradients.in_float() || !gradients.accumulate, "dk and dv must be float32 with accumulate");
 }

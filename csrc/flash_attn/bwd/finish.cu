@@ -57,10 +57,10 @@ __device__ void store_channels(T* row, const float (&values)[16], int col, int c
 }
 
 // The same for a row of fp32, to which the values are added if `adds`.
-__device__ void store_floats(float* row, const float (&values)[16], int col, int cols, int64_t step, bool adds) {
+__device__ void store_floats(float* row, const float (&values)[16], int col, int cols, bool adds) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    float* element = row + (col + i) * step;
+    float* element = row + col + i;
     if (col + i < cols) *element = values[i] + (adds ? *element : 0);
   }
 }
@@ -105,7 +105,7 @@ __device__ void finish_key(const BwdCommonParams& p, const Span& key, int head, 
       for (float& sum : sums) sum *= factor;
     }
     if (p.float_dkv) {
-      store_floats(first_token<float>(x, key, head), sums, col, cols, x.head_dim, p.adds_dkv);
+      store_floats(first_token<float>(x, key, head), sums, col, cols, p.adds_dkv);
     } else {
       store_channels(first_token<T>(x, key, head), sums, col, cols, x.head_dim, p.aligned);
     }

@@ -626,7 +626,7 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
     float* first = first_token<float>(x, span, shared.n_block.head_k) + shared.keys.first * x.seqlen;
     const StridedRows<float> rows{first, x.seqlen, 0, span.length - shared.keys.first};
     return store_float_rows<Config::kPlain, Config::kKeyWarps, Tile::kPanelChunks>(sum, rows, role.key0, cols,
-                                                                                   p.adds_dkv, role.dim0, x.head_dim);
+                                                                                   p.adds_dkv, role.dim0);
   }
   store_fragment<Config::kKeyWarps>(tile, sum, role.key0, role.dim0);
   ptx::sync_barrier<Config::kTeamThreads>(role.team_barrier());
