@@ -21,6 +21,7 @@ from flash_attn import (
     functional,
 )
 from flash_attn._ops import flash_attn as ops
+from flash_attn._reference.attention.options import Features, Options
 from flash_attn.models.gpt import GPTLMHeadModel
 from flash_attn.ops.fused_dense import FusedDense, FusedMLP
 from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act
@@ -194,6 +195,23 @@ def test_plain_forms():
     assert counted(torch.ops.flash_attn.fwd_kvcache_plain_out, q, k, v, *scores, ints(2, 3)) == 4 * 5 * 5 * 4 * 8
     out, lse = ops.fwd_plain(q, k, v, *scores)
     assert counted(torch.ops.flash_attn.bwd_plain, out, q, k, v, out, lse, *scores) == 5 * 2 * 2 * 4 * 5 * 7 * 8
+
+
+def test_sums_of_several_backwards():
+    """The arguments that say how dk and dv are kept come after those that are counted."""
+    q, k, v = tensors()
+    out, lse = ops.fwd(q, k, v, 0.5, -1, -1)
+    expected, options = 5 * 2 * 2 * 4 * 5 * 7 * 8, Options(0.5, -1, -1)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for more in ((), (True,)):
+        found = counted(torch.ops.flash_attn.bwd, out, q, k, v, out, lse, None, None, *grads, *options, *more)
+        assert found == expected
+    others = None, None, None, False, None, None
+    for more in ((), (True,)):
+        found = counted(
+            torch.ops.flash_attn.bwd_features, out, q, k, v, out, lse, *others, *options, *Features()[2:], *more
+        )
+        assert found == expected
 
 
 def test_functional():

@@ -180,6 +180,8 @@ struct BwdParams {
   TensorRef<> dq;                // like q
   TensorRef<> dk;                // like k
   TensorRef<> dv;                // like v
+  bool float_dkv;                // whether dk and dv are fp32, with adjacent channels, and not of the problem's dtype
+  bool adds_dkv;                 // whether dk and dv, which are fp32, have sums to which this call adds
   // An output: row sums of dout * out, less dlse; 0 for a row that sees no key. (batch, heads, seqlen_q rounded up to
   // kRowPad); packed: (heads, total_q + kRowPad * batch), entry b from cu_seqlens_q[b] + kRowPad * b on.
   float* softmax_d;

@@ -94,19 +94,25 @@ __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   load_own_rows_scattered<kThreads>(tile, rows, cols, step);
 }
 
-// Stores a fragment, packed to 16 bits by `pack`, to the rows of a tile from row0 on. With kShares > 1, the columns of
-// each panel of the tile are cut into kShares equal parts; of every panel, the fragment has the part that starts at
-// col0.
+// The chunk of 8 columns to which element c of a lane belongs, of a fragment whose columns start at col0. With kShares
+// > 1, the columns of each panel are cut into kShares equal parts; of every panel, the fragment has the part that
+// starts at col0.
+template <int kShares, int kPanelChunks>
+__device__ constexpr int chunk_of(int c, int col0) {
+  constexpr int kShareChunks = kPanelChunks / kShares;
+  return c / 2 / kShareChunks * kPanelChunks + c / 2 % kShareChunks + col0 / 8;
+}
+
+// Stores a fragment, packed to 16 bits by `pack`, to the rows of a tile from row0 on. kShares: see chunk_of.
 template <int kShares = 1, typename Tile, int kRows, int kCols, typename Pack = Rounded<typename Tile::T>>
 __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragment, int row0, int col0 = 0,
                                Pack pack = {}) {
-  constexpr int kShareChunks = Tile::kPanelChunks / kShares;
   static_assert(kCols <= Tile::kCols);
 #pragma unroll
   for (int r = 0; r < kRows / 8; ++r) {
 #pragma unroll
     for (int c = 0; c < kCols / 4; c += 2) {
-      const int chunk = c / 2 / kShareChunks * Tile::kPanelChunks + c / 2 % kShareChunks + col0 / Tile::kChunk;
+      const int chunk = chunk_of<kShares, Tile::kPanelChunks>(c, col0);
       auto* pair = tile.chunk(row0 + fragment.row(r), chunk) + 2 * (lane_id() % 4);
       *reinterpret_cast<uint32_t*>(pair) = pack(fragment(r, c), fragment(r, c + 1));
     }
@@ -196,6 +202,37 @@ __device__ void store_rows(const Fragment<kRows, kCols>& fragment, Rows rows, in
       for (int i = 0; i < 4; ++i) words[i] = pack(fragment(r, c + 2 * i), fragment(r, c + 2 * i + 1));
       transpose_quad(words);
       if (first_col + 4 * c < end) *reinterpret_cast<uint4*>(target + 4 * c) = {words[0], words[1], words[2], words[3]};
+    }
+  }
+}
+
+// A warp stores a fragment to rows of fp32 in global memory, from row0 on, or adds it to what they hold. Unless
+// kAligned is false, strides and cols are even, so that pairs of elements are aligned. kShares, kPanelChunks: see
+// chunk_of.
+template <bool kAligned = true, int kShares = 1, int kPanelChunks = 8, int kRows, int kCols>
+__device__ void store_float_rows(const Fragment<kRows, kCols>& fragment, StridedRows<float> rows, int row0, int cols,
+                                 bool adds, int col0 = 0) {
+  rows.move(row0 + fragment.row(0));
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r, rows.move(8)) {
+    const int end = rows.exists() ? cols : 0;
+#pragma unroll
+    for (int c = 0; c < kCols / 4; c += 2) {
+      const int col = 8 * chunk_of<kShares, kPanelChunks>(c, col0) + 2 * (lane_id() % 4);
+      if constexpr (kAligned) {
+        if (col >= end) continue;
+        float2* pair = reinterpret_cast<float2*>(rows.address() + col);
+        float2 sum{fragment(r, c), fragment(r, c + 1)};
+        if (adds) sum.x += pair->x, sum.y += pair->y;
+        *pair = sum;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (col + i >= end) continue;
+          float& element = rows.address()[col + i];
+          element = fragment(r, c + i) + (adds ? element : 0);
+        }
+      }
     }
   }
 }

@@ -34,6 +34,16 @@ def gather_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = 
     return output, all_gather_single(*_alone(output, x.contiguous()), group=process_group, async_op=async_op)
 
 
+def gather_into(output: Tensor, x: Tensor, process_group: "dist.ProcessGroup") -> Any:
+    """Start to write the x (rows, ...) of all processes to output (world_size * rows, ...). Returns the handle."""
+    return all_gather_single(*_alone(output, x), group=process_group, async_op=True)
+
+
+def scatter_into(output: Tensor, x: Tensor, process_group: "dist.ProcessGroup") -> Any:
+    """Start to write this process's part of the sum of all x to output (rows, ...). Returns the handle."""
+    return reduce_scatter_single(*_alone(output, x), group=process_group, async_op=True)
+
+
 def scatter_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
     """Returns this process's part (rows / world_size, ...) of the sum of all x (rows, ...)."""
     if functional_collectives is not None and torch.compiler.is_compiling():

@@ -141,9 +141,12 @@ def backward(
     rng_state: Tensor | None = None,
     dlse: Tensor | None = None,
     given: FeatureArguments | None = None,
+    accumulate: bool = False,
     **options: Any,
 ) -> Tensor:
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
+
+    dk and dv may be float32 beside a q of 16 bits, if their channels are adjacent: they are then not rounded.
 
     Its shape is (batch, heads, seqlen_q rounded up to a multiple of 128), or for packed tokens (heads, total_q + 128 *
     batch), where the rows of entry b start at cu_seqlens_q[b] + 128 * b. Calls that need the op with features return an
@@ -155,6 +158,7 @@ def backward(
     dlse: the gradient of softmax_lse; None means 0.
     given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
         A bias gets no gradient here.
+    accumulate: add to dk and dv, which must be float32, and do not overwrite them.
     options: fields of `Options`; None means the default.
     """
     names = "q", "k", "v"
@@ -169,9 +173,15 @@ def backward(
     scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(Options, scores, options, (names, q, batch))
     shape = (*q.shape[:-1], v.shape[-1])
-    shapes = {"dout": shape, "out": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
-    for (name, expected), value in zip(shapes.items(), (dout, out, dq, dk, dv), strict=True):
+    for name, value, expected in (("dout", dout, shape), ("out", out, shape), ("dq", dq, q.shape)):
         checks.tensor(name, value, dtypes=(q.dtype,), shape=tuple(expected), device=q.device)
+    dtypes = (torch.float32,) if accumulate else (q.dtype, torch.float32)
+    checks.tensor("dk", dk, dtypes=dtypes, shape=tuple(k.shape), device=q.device)
+    checks.tensor("dv", dv, dtypes=(dk.dtype,), shape=tuple(v.shape), device=q.device)
+    if dk.dtype is not q.dtype:
+        for name, value in (("dk", dk), ("dv", dv)):
+            adjacent = value.shape[-1] == 1 or value.stride(-1) == 1
+            checks.number(f"{name}.stride(-1)", value.stride(-1), adjacent, "1 where it is float32")
     checks.own_memory(dq=dq, dk=dk, dv=dv)
     lse_shape = _lse_shape(q, options.get("cu_seqlens_q"))
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
@@ -180,13 +190,17 @@ def backward(
     if options.get("dropout_p") and rng_state is None:
         raise ArgumentError("rng_state must be what the forward returned when dropout_p > 0, found None")
     if features is None or (is_plain and features.none_but_sink()):
+        if accumulate:
+            arguments = (*Options(*arguments), True)
         return bwd(dout, q, k, v, out, softmax_lse, dlse, None, dq, dk, dv, *arguments)
     terms, rest = features[:2], features[2:]
-    *grads, _, _ = with_features.bwd_features(
-        dout, q, k, v, out, softmax_lse, dlse, None, None, False, *terms, *Options(*arguments), *rest
+    in_float = dk.dtype != q.dtype
+    grads = with_features.bwd_features(
+        dout, q, k, v, out, softmax_lse, dlse, None, None, False, *terms, *Options(*arguments), *rest, in_float
     )
-    for target, grad in zip((dq, dk, dv), grads, strict=True):
-        target.copy_(grad)
+    dq.copy_(grads[0])
+    for target, grad in zip((dk, dv), grads[1:3], strict=True):
+        target.add_(grad) if accumulate else target.copy_(grad)
     return softmax_lse.new_empty(0)
 
 
@@ -1306,9 +1320,15 @@ def _probabilities_fake(q, k, v, *options):
     return q.new_empty(batch, heads, _round_up(seqlen_q), _round_up(seqlen_k))
 
 
-def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, dq, dk, dv, *options):
+def _with_accumulate(arguments):
+    """Returns the last arguments of `bwd` as options, and whether it adds to dk and dv."""
+    count = len(Options._fields)
+    return Options(*arguments[:count]), bool(*arguments[count:])
+
+
+def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, dq, dk, dv, *arguments):
     q, _, _ = unpack(q, k, v)
-    cu_seqlens_q = Options(*options).cu_seqlens_q
+    cu_seqlens_q = _with_accumulate(arguments)[0].cu_seqlens_q
     if cu_seqlens_q is not None:
         total_q, heads, _ = q.shape
         shape = (heads, total_q + S_DMASK_MULTIPLE * (cu_seqlens_q.shape[0] - 1))
@@ -1331,10 +1351,16 @@ def _probabilities_reference(q, k, v, *options):
     return reference.probabilities(*unpack(q, k, v), Options(*options))
 
 
-def _bwd_reference(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, *options):
+def _bwd_reference(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, *arguments):
     out = with_features.unrounded(out, out_lo)
-    gradients = unpack(dq, dk, dv)
-    return reference.bwd(dout, *unpack(q, k, v), out, softmax_lse, dlse, *gradients, Options(*options))
+    options, accumulate = _with_accumulate(arguments)
+    dq, *sums = unpack(dq, dk, dv)
+    added = [torch.empty_like(x) for x in sums] if accumulate else sums
+    softmax_d = reference.bwd(dout, *unpack(q, k, v), out, softmax_lse, dlse, dq, *added, options)
+    if accumulate:
+        for x, grad in zip(sums, added, strict=True):
+            x.add_(grad)
+    return softmax_d
 
 
 def _bwd_plain_reference(dout, q, k, v, out, softmax_lse, *options):
@@ -1489,9 +1515,10 @@ probabilities = _library.define(
     flops=flops.attention_probabilities,
 )
 
+# dk and dv may be float32, and are then added to with `accumulate`: for callers that sum those of several calls.
 bwd = _library.define(
     "bwd(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse, Tensor? dlse, Tensor? out_lo, "
-    f"Tensor(a!) dq, Tensor(b!)? dk, Tensor(c!)? dv, {_OPTIONS}) -> Tensor softmax_d",
+    f"Tensor(a!) dq, Tensor(b!)? dk, Tensor(c!)? dv, {_OPTIONS}, bool accumulate=False) -> Tensor softmax_d",
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,

@@ -167,9 +167,9 @@ def unrounded(out: Tensor, out_lo: Tensor | None) -> Tensor:
 
 
 def _split(sink, bias, arguments, kind):
-    """Returns the last arguments of an op as `kind` (Options or CacheOptions) and features."""
+    """Returns the last arguments of an op as `kind` (Options or CacheOptions) and features, and drops what follows."""
     count = len(kind._fields)
-    return kind(*arguments[:count]), Features(sink, bias, *arguments[count:])
+    return kind(*arguments[:count]), Features(sink, bias, *arguments[count : count + _NUM_OTHERS])
 
 
 def _beyond_head_dims(q, v, most):
@@ -285,13 +285,23 @@ def _fwd_with_residue_reference(q, k, v, sink, bias, *arguments):
 def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *arguments):
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     dbias = bias.new_empty(bias.shape) if wants_dbias else q.new_empty(0)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsink, dbias
+    if _in_float(arguments):
+        dkv = [x.new_empty(x.shape, dtype=torch.float32) for x in (k, v)]
+    else:
+        dkv = [torch.empty_like(x) for x in (k, v)]
+    return torch.empty_like(q), *dkv, dsink, dbias
+
+
+def _in_float(arguments):
+    """Whether the last argument of `bwd_features` is given and true."""
+    return any(arguments[len(Options._fields) + _NUM_OTHERS :])
 
 
 def _bwd_reference(dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
     out = unrounded(out, out_lo)
-    return reference.bwd_features(dout, q, k, v, out, lse, dlse, lse_lo, options, features, wants_dbias)
+    in_float = _in_float(arguments)
+    return reference.bwd_features(dout, q, k, v, out, lse, dlse, lse_lo, options, features, wants_dbias, in_float)
 
 
 def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
@@ -446,6 +456,7 @@ CACHES = 1, 2  # the places of the caches among the arguments of an op
 # where all keys that a row sees have a bias of -1e9, the logarithm of how many they are.
 _RESULTS = "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor lse_lo)"
 _K_OF_CACHE = CacheOptions._fields.index("k")
+_NUM_OTHERS = len(Features._fields) - 2  # features besides the sink and the bias
 
 fwd_features = _library.define(
     f"fwd_features(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> {_RESULTS}",
@@ -476,9 +487,10 @@ fwd_with_residue = _library.define(
     sharding=sharding.attention_fwd_with_residue,
 )
 
+# float_dkv: whether dk and dv are float32, not rounded to the dtype of k and v.
 bwd_features = _library.define(
     f"bwd_features(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? dlse, "
-    f"Tensor? out_lo, Tensor? lse_lo, bool wants_dbias, {_OPTIONS}) -> "
+    f"Tensor? out_lo, Tensor? lse_lo, bool wants_dbias, {_OPTIONS}, bool float_dkv=False) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)",
     reference=_bwd_reference,
     fake=_bwd_fake,

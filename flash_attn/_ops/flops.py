@@ -37,8 +37,11 @@ def attention_fwd_features(q: Tensor, k: Tensor | None, v: Tensor | None, sink: 
 
 
 def attention_bwd(dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, *arguments: Any) -> int:
-    """Q K^T again; dP and dV; dQ and dK. `arguments` begin with out, softmax_lse, dlse, out_lo, dq, dk and dv."""
-    return _bwd(q, k, v, arguments[7:])
+    """Q K^T again; dP and dV; dQ and dK. `arguments` begin with out, softmax_lse, dlse, out_lo, dq, dk and dv.
+
+    They end with the options and perhaps `accumulate`.
+    """
+    return _bwd(q, k, v, arguments[7 : 7 + len(Options._fields)])
 
 
 def attention_bwd_plain(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> int:

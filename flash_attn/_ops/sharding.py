@@ -74,12 +74,12 @@ def _with_features(arguments):
     """The options of an op with features, and the features; `arguments` begin with the sink and the bias."""
     sink, bias, *others = arguments
     count = len(Options._fields)
-    return others[:count], Features(sink, bias, *others[count:])
+    return others[:count], Features(sink, bias, *others[count : count + len(Features._fields) - 2])
 
 
 def _attention(q, k, v, arguments, features=None):
     """The dimensions of all inputs, of out and of softmax_lse, and which of them may be divided."""
-    options = Options(*arguments)
+    options = Options(*arguments[: len(Options._fields)])
     if options.dropout_p:
         raise ArgumentError(
             f"dropout_p must be 0 for DTensors, found {options.dropout_p}: every process would drop the same "

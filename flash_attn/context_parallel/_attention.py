@@ -1,16 +1,15 @@
 """Attention of a sequence that is divided among ranks: `cp_attn_func` and its packed forms.
 
-    gather     each rank fetches the keys that its rows see, some heads at a time while it computes those before, and
-               calls attention once for each chunk of its rows; the gradients of keys, of which a kernel rounds each
-               part to 16 bits, are summed in float32 on the way home. Saved are q, k, v, out and softmax_lse of the
-               rank's own rows, so the backward fetches keys again.
+    gather     each rank fetches the keys that its rows see, some heads at a time while it computes others, and calls
+               attention once for each chunk of its rows; the gradients of keys are summed in float32, by the kernels
+               and on the way home. Saved are q, k, v, out and softmax_lse of the rank's own rows, so the backward
+               fetches keys again.
     ulysses    ranks exchange tokens for heads; each calls attention once, for some heads of the whole row.
 
 The two methods are one op each way for torch.compile: a graph has the number of the plan as a tensor, so another plan
 is not another graph.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -289,36 +288,78 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 # gather
 
 
-def _fetched(plan, schedule, k, v, groups):
-    """Yields for each group of heads its keys and values (batch, fetched, heads of the group, head_dim).
+# Groups of heads whose keys and values take no more than so many bytes altogether are all in memory at once.
+_ALL_AT_ONCE = 2**30
 
-    The transfer of a group runs while the caller works on the one before. A row of a transfer is a token.
+
+def _for_each_group(plan, schedule, k, v, groups, compute, sends):
+    """Call compute(i, keys, values) for each group of heads, with views (batch, fetched, heads of the group, head_dim).
+
+    sends: whether it sends sums home. Then it returns a function that takes what has come home, which is called before
+    the memory that it has used is needed for another group, at the latest at the end.
+
+    Groups with few bytes are all in memory at once, and wait for nothing but their transfers; of others there are two.
+    All ranks take the same decision, as their transfers must come in the same order. The first fetch and the last way
+    home have nothing beside them.
     """
-    own = plan.own_tokens
-    sizes = k.shape[3], v.shape[3]
-    batch, heads = k.shape[0], k.shape[2] // groups
+    tokens, batch, sizes = plan.own_tokens, k.shape[0], (k.shape[3], v.shape[3])
+    heads = k.shape[2] // groups
+    width = batch * heads * sum(sizes)
+    rows = k.new_empty(groups, tokens, width)  # a row is what is sent of a token
+    for target, x in zip(_keys_and_values(rows, batch, sizes), (k, v), strict=True):
+        target.copy_(x[:, :tokens].unflatten(2, (groups, heads)).permute(2, 1, 0, 3, 4))
+    all_at_once = plan.total * groups * width * k.element_size() <= _ALL_AT_ONCE
+    ahead = groups if all_at_once else 2
+    # The last thread blocks of a launch leave a part of the GPU idle, and so do the small kernels around it. There,
+    # another group is computed. But not where sums are sent: groups would then not end at the same time on all ranks,
+    # and a transfer that waits for other ranks occupies multiprocessors.
+    streams = 1 if sends or not all_at_once else groups
+    # How many fetches start before the first group is computed. Transfers run one after the other, so sums must not be
+    # before the fetches of later groups. Where none are sent, few: the GPU waits while the host starts them.
+    first = min(groups, ahead if sends else 2)
+    arriving, sent = {}, {}
+    with _library.streams_beside(k, streams) as stream:
 
-    def start(i):
-        part = slice(i * heads, (i + 1) * heads)
-        rows = [x[:, :own, part].transpose(0, 1).flatten(1) for x in (k, v)]
-        return schedule.exchange.fetch(torch.cat(rows, 1))
+        def start(i):
+            with stream(i):
+                arriving[i] = schedule.exchange.fetch(rows[i])
 
-    arriving = start(0)
-    for i in range(groups):
-        rows = arriving()
-        if i + 1 < groups:
-            arriving = start(i + 1)
-        widths = [batch * heads * size for size in sizes]
-        yield [
-            part.unflatten(1, (batch, heads, size)).transpose(0, 1)
-            for part, size in zip(rows.split(widths, 1), sizes, strict=True)
-        ]
+        for i in range(first):
+            start(i)
+        for i in range(groups):
+            with stream(i):
+                if sends and i >= ahead:
+                    sent.pop(i - ahead)()
+                fetched = [x.transpose(0, 1) for x in _keys_and_values(arriving.pop(i)(), batch, sizes)]
+                sent[i] = compute(i, *fetched)
+                del fetched
+            if i + first < groups:
+                start(i + first)
+        for i, arrive in sent.items() if sends else ():
+            with stream(i):
+                arrive()
+
+
+def _keys_and_values(rows, batch, sizes):
+    """Views (.., batch, heads, size) of the keys and of the values in rows (.., width)."""
+    heads = rows.shape[-1] // (batch * sum(sizes))
+    parts = rows.split([batch * heads * size for size in sizes], -1)
+    return [part.unflatten(-1, (batch, heads, size)) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _part(x, rows, launch):
-    """The rows of x (batch, tokens, heads, head_dim) as a launch takes them: packed, if it has several entries."""
+    """The rows of x (batch, tokens, heads, head_dim) as a launch takes them: packed, if it has several entries.
+
+    A view, or a copy if rows of a batch are packed.
+    """
     x = x[:, rows]
     return x.flatten(0, 1) if launch.lengths else x
+
+
+def _put_back(x, rows, launch, part):
+    """Write what a launch has written to `_part` of x, if that is a copy."""
+    if launch.lengths and x.shape[0] > 1:
+        x[:, rows] = part.unflatten(0, (x.shape[0], -1))
 
 
 def _unpacked_lse(lse, batch):
@@ -334,9 +375,9 @@ def _packed_lse(lse, launch):
 def _gathered_attention(q, k, v, sink, plan, softmax_scale, window, softcap, chunk, deterministic):
     """out and softmax_lse of attention by "gather"."""
     head_bytes = plan.total * q.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size()
-    groups = plan.groups_of_heads(k.shape[2], head_bytes)
-    fits = k.shape[2] % groups == 0
-    checks.number("head_groups of the plan", groups, fits, "a divisor of the heads of k, {}", k.shape[2])
+    groups = plan.groups_of_heads(k.shape[2], q.shape[0], head_bytes)
+    fits = all(k.shape[2] % each == 0 for each in groups)
+    checks.number("head_groups of the plan", groups[0], fits, "a divisor of the heads of k, {}", k.shape[2])
     options = plan.handle, softmax_scale, *window, softcap, chunk, groups, deterministic
     if q.dtype in flash_attn.KERNEL_DTYPES and not _has_kernel(q):  # out is kept in float32, and so are sums
         out, lse = _gather(q.float(), k.float(), v.float(), sink, *options)
@@ -363,34 +404,34 @@ def _gather(
     window_right: int,
     softcap: float,
     chunk: int,
-    groups: int,
+    groups: Sequence[int],
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse of attention by "gather". plan: the handle of one."""
+    """out and softmax_lse of attention by "gather". plan: the handle of one. groups: of the forward and backward."""
     the_plan = plan_of(plan)
     batch, tokens, heads, _ = q.shape
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
     out, lse = _gather_fake(q, k, v)
     out[:, the_plan.own_tokens :] = 0
     lse[:, :, the_plan.own_tokens :] = math.inf
-    share = heads // groups
-    for i, (keys, values) in enumerate(_fetched(the_plan, schedule, k, v, groups)):
+    share = heads // groups[0]
+
+    def compute(i: int, keys: Tensor, values: Tensor) -> None:
         own = slice(i * share, (i + 1) * share)
         for launch in schedule.launches:
             given = FeatureArguments(
                 learnable_sink=None if sink is None else sink[own], key_ranges=launch.key_ranges, return_lse=True
             )
-            part_q = _part(q[:, :, own], launch.rows, launch)
+            part_q, part_out = (_part(x[:, :, own], launch.rows, launch) for x in (q, out))
             part_k, part_v = (_part(x, launch.keys, launch) for x in (keys, values))
-            target = out[:, launch.rows, own]
-            direct = target if not launch.lengths else target[0] if batch == 1 else None
-            found, found_lse, *_ = flash_attn.forward(
-                part_q, part_k, part_v, softmax_scale, False, launch.window, False, given, direct,
+            _, found_lse, *_ = flash_attn.forward(
+                part_q, part_k, part_v, softmax_scale, False, launch.window, False, given, part_out,
                 softcap=softcap, **launch.lengths,
             )  # fmt: skip
-            if direct is None:
-                target.copy_(found.unflatten(0, (batch, -1)))
+            _put_back(out[:, :, own], launch.rows, launch, part_out)
             lse[:, own, launch.rows] = _unpacked_lse(found_lse, batch)
+
+    _for_each_group(the_plan, schedule, k, v, groups[0], compute, sends=False)
     return out, lse
 
 
@@ -415,7 +456,7 @@ def _gather_backward(
     window_right: int,
     softcap: float,
     chunk: int,
-    groups: int,
+    groups: Sequence[int],
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. softmax_lse counts the sink, if there is one."""
@@ -423,40 +464,40 @@ def _gather_backward(
     own_tokens, batch = the_plan.own_tokens, q.shape[0]
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
     dq, dk, dv = (torch.zeros_like(x) if own_tokens < x.shape[1] else torch.empty_like(x) for x in (q, k, v))
-    heads, heads_k = (x.shape[2] // groups for x in (q, k))
-    options = dict(softcap=softcap, deterministic=deterministic)
+    heads, heads_k = (x.shape[2] // groups[1] for x in (q, k))
+    sizes = k.shape[3], v.shape[3]
 
-    def arrive(i: int, wait: Callable[[], Tensor]) -> None:
-        """Take the sums of group i that have come home."""
-        own = slice(i * heads_k, (i + 1) * heads_k)
-        parts = wait().split([batch * heads_k * x.shape[3] for x in (k, v)], 1)
-        for target, part in zip((dk, dv), parts, strict=True):
-            target[:, :own_tokens, own] = part.unflatten(1, (batch, heads_k, -1)).transpose(0, 1)
-
-    finish: Callable[[], None] = lambda: None  # noqa: E731  (of the group before, which is on its way meanwhile)
-    for i, (keys, values) in enumerate(_fetched(the_plan, schedule, k, v, groups)):
-        own = slice(i * heads, (i + 1) * heads)
-        widths = [batch * heads_k * x.shape[3] for x in (k, v)]
-        sums = q.new_zeros(keys.shape[1], sum(widths), dtype=torch.float32)
-        totals = [part.unflatten(1, (batch, heads_k, -1)).transpose(0, 1) for part in sums.split(widths, 1)]
+    def compute(i: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
+        own, own_k = slice(i * heads, (i + 1) * heads), slice(i * heads_k, (i + 1) * heads_k)
+        sums = q.new_empty(schedule.exchange.num_sums, batch * heads_k * sum(sizes), dtype=torch.float32)
+        dk_sums, dv_sums = (x.transpose(0, 1) for x in _keys_and_values(sums, batch, sizes))
+        written = schedule.launches[0].keys if schedule.launches else slice(0, 0)  # the others add to it, or to zeros
+        sums[: written.start].zero_()
+        sums[written.stop :].zero_()
         for launch in schedule.launches:
-            row_tensors = [_part(x[:, :, own], launch.rows, launch) for x in (dout, q, out)]
+            part_dout, part_q, part_out = (_part(x[:, :, own], launch.rows, launch) for x in (dout, q, out))
             part_k, part_v = (_part(x, launch.keys, launch) for x in (keys, values))
             part_lse = _packed_lse(softmax_lse[:, own, launch.rows], launch)
             part_dlse = None if dlse is None else _packed_lse(dlse[:, own, launch.rows], launch)
-            grad_q = torch.empty_like(row_tensors[1])
-            grad_k, grad_v = (torch.empty_like(x) for x in (part_k, part_v))
+            targets = (dq[:, :, own], launch.rows), (dk_sums, launch.keys), (dv_sums, launch.keys)
+            grads = part_dq, part_dk, part_dv = [_part(x, rows, launch) for x, rows in targets]
             given = FeatureArguments(key_ranges=launch.key_ranges)
             flash_attn.backward(
-                row_tensors[0], row_tensors[1], part_k, part_v, row_tensors[2], part_lse, grad_q, grad_k, grad_v,
-                softmax_scale, False, launch.window, None, part_dlse, given, **options, **launch.lengths,
+                part_dout, part_q, part_k, part_v, part_out, part_lse, part_dq, part_dk, part_dv,
+                softmax_scale, False, launch.window, None, part_dlse, given,
+                launch is not schedule.launches[0], softcap=softcap, deterministic=deterministic, **launch.lengths,
             )  # fmt: skip
-            for total, grad in zip(totals, (grad_k, grad_v), strict=True):
-                total[:, launch.keys] += grad if not launch.lengths else grad.unflatten(0, (batch, -1))
-            dq[:, launch.rows, own] = grad_q if not launch.lengths else grad_q.unflatten(0, (batch, -1))
-        finish()
-        finish = functools.partial(arrive, i, schedule.exchange.give_back(sums))
-    finish()
+            for (x, rows), grad in zip(targets, grads, strict=True):
+                _put_back(x, rows, launch, grad)
+        home = schedule.exchange.give_back(sums)
+
+        def arrive() -> None:
+            for x, part in zip((dk, dv), _keys_and_values(home(), batch, sizes), strict=True):
+                x[:, :own_tokens, own_k] = part.transpose(0, 1)
+
+        return arrive
+
+    _for_each_group(the_plan, schedule, k, v, groups[1], compute, sends=True)
     return dq, dk, dv
 
 

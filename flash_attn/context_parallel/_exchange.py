@@ -22,6 +22,9 @@ class RowExchange:
 
     Where ranks need most of the rows, all ranks get all of them (all-gather); else each gets what it needs
     (all-to-all). Sums go the same way back: reduce-scatter, or all-to-all and additions in order of the ranks.
+
+    fetched: the positions of the rows that `fetch` gets (CPU). num_sums: how many rows of sums `give_back` takes: one
+    for each of these, and perhaps one more, which is zeros.
     """
 
     def __init__(
@@ -37,51 +40,54 @@ class RowExchange:
         if self._gathers:
             for peer, own in enumerate(positions):
                 slots[own] = torch.arange(len(own)) + peer * self._most
+            arriving = self._world * self._most
         else:
-            arriving = [own[needed[rank][own]] for own in positions]
+            parts = [own[needed[rank][own]] for own in positions]
             leaving = [needed[peer][positions[rank]].nonzero()[:, 0] for peer in range(self._world)]
-            order = torch.cat(arriving)
+            order = torch.cat(parts)
             slots[order] = torch.arange(len(order))
-            self._counts_in, self._counts_out = [list(map(len, each)) for each in (arriving, leaving)]
+            self._counts_in, self._counts_out = [list(map(len, each)) for each in (parts, leaving)]
             self._leaving = [each.to(device) for each in leaving]
             self._leaving_all = torch.cat(leaving).to(device)
+            arriving = len(order)
         order = slots[needed[rank]]
-        self.num_needed = len(order)
-        self._slots = None if torch.equal(order, torch.arange(self._arriving())) else order.to(device)
-
-    def _arriving(self) -> int:
-        return self._world * self._most if self._gathers else sum(self._counts_in)
+        self.fetched = needed[rank].nonzero()[:, 0]
+        self.num_sums = len(order)
+        self._slots = self._homes = None
+        if not torch.equal(order, torch.arange(arriving)):
+            homes = torch.full((arriving,), len(order))  # of each row that arrives, the row that is fetched from it
+            homes[order] = torch.arange(len(order))
+            self._slots, self._homes = order.to(device), homes.to(device)
+            self.num_sums += 1
 
     def fetch(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to fetch rows of x (rows, width). Returns a function that waits for (needed rows, width)."""
+        """Start to fetch rows of x (rows, width). Returns a function that waits for (fetched rows, width)."""
         if self._world == 1:
-            arrived, work = x, None
-        elif self._gathers:
+            return lambda: x
+        if self._gathers:
             if self._rows < self._most:
                 x = torch.cat([x, x.new_zeros(self._most - self._rows, x.shape[1])])
             arrived, work = collectives.gather_rows(x, self._group, async_op=True)
         else:
             sent = x.index_select(0, self._leaving_all)
-            arrived = x.new_empty(self._arriving(), x.shape[1])
+            arrived = x.new_empty(sum(self._counts_in), x.shape[1])
             work = _all_to_all(arrived, sent, self._counts_in, self._counts_out, self._group)
 
         def wait():
-            if work is not None:
-                work.wait()
+            work.wait()
             return arrived if self._slots is None else arrived.index_select(0, self._slots)
 
         return wait
 
     def give_back(self, sums: Tensor) -> Callable[[], Tensor]:
-        """Start to send sums (needed rows, width) to the ranks that have the rows. Returns a function as `fetch` does.
+        """Start to send sums (num_sums, width) to the ranks that have the rows. Returns a function as `fetch` does.
 
         What it returns is (rows, width), for each row the sum over all ranks.
         """
-        if self._slots is not None:
-            width = sums.shape[1]
-            sums = sums.new_zeros(self._arriving(), width).index_copy_(0, self._slots, sums)
         if self._world == 1:
             return lambda: sums
+        if self._homes is not None:
+            sums = sums.index_select(0, self._homes)
         if self._gathers:
             arrived, work = collectives.scatter_rows(sums, self._group, async_op=True)
         else:
@@ -96,6 +102,71 @@ class RowExchange:
             for rows, part in zip(self._leaving, arrived.split(self._counts_out), strict=True):
                 total.index_add_(0, rows, part)  # no row twice in one part: the order of additions is that of the ranks
             return total
+
+        return wait
+
+
+class ZigzagExchange:
+    """The same for equal chunks in zigzag, 2 P of them on P ranks, of which every row sees all rows before it.
+
+    The rows of an all-gather come in order of the ranks: those of the first chunks of all ranks (heads) are sorted,
+    those of the second ones (tails) are in order of falling positions. So each has an all-gather of its own, to a
+    buffer in which all that a chunk sees is one slice, with its own rows at the end. Nothing is moved afterwards:
+
+        tails of ranks 0 .. P-1  |  heads of ranks 0 .. P-1  |  the tail of this rank again
+                                    [----------------]          what the head of rank r sees: heads 0 .. r
+                 [---------------------------------------------]   what its tail sees: tails r+1 .. P-1, heads, its own
+
+    The order of the others does not matter to attention. Sums lie in the same places, and a reduce-scatter of each of
+    the first two parts takes them home.
+
+    chunk: the rows of a chunk. fetched, num_sums: as in RowExchange. seen_by_tail, seen_by_head: the slices.
+    """
+
+    def __init__(self, group: Any, rank: int, world_size: int, chunk: int) -> None:
+        self._group, self._rank, self._world, self._chunk = group, rank, world_size, chunk
+        tails = range(2 * world_size - 1, world_size - 1, -1)
+        chunks = torch.tensor([*tails, *range(world_size), tails[rank]])
+        self.fetched = (chunks[:, None] * chunk + torch.arange(chunk)).flatten()
+        self.num_sums = len(self.fetched)
+        self.seen_by_tail = slice((rank + 1) * chunk, self.num_sums)
+        self.seen_by_head = slice(world_size * chunk, (world_size + rank + 1) * chunk)
+
+    def _parts(self, x):
+        """Those of the tails of all ranks, the heads of all ranks, and the tail of this rank."""
+        return x.split([self._world * self._chunk, self._world * self._chunk, self._chunk])
+
+    def fetch(self, x: Tensor) -> Callable[[], Tensor]:
+        """As that of RowExchange."""
+        arrived = x.new_empty(self.num_sums, x.shape[1])
+        head, tail = x.split(self._chunk)
+        tails, heads, own_tail = self._parts(arrived)
+        works = [collectives.gather_into(*each, self._group) for each in ((heads, head), (tails, tail))]
+
+        def wait():
+            own_tail.copy_(tail)
+            for work in works:
+                work.wait()
+            return arrived
+
+        return wait
+
+    def give_back(self, sums: Tensor) -> Callable[[], Tensor]:
+        """As that of RowExchange.
+
+        All sums leave together: those of tails are complete before, but not at the same time on all ranks, and a
+        transfer that waits for other ranks occupies multiprocessors.
+        """
+        arrived = sums.new_empty(2 * self._chunk, sums.shape[1])
+        head, tail = arrived.split(self._chunk)
+        tails, heads, own_tail = self._parts(sums)
+        tails.split(self._chunk)[self._rank].copy_(own_tail)
+        works = [collectives.scatter_into(*each, self._group) for each in ((tail, tails), (head, heads))]
+
+        def wait():
+            for work in works:
+                work.wait()
+            return arrived
 
         return wait
 

@@ -18,7 +18,7 @@ from flash_attn import _torch_private
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks
 from flash_attn.context_parallel import _layout
-from flash_attn.context_parallel._exchange import HeadExchange, RowExchange
+from flash_attn.context_parallel._exchange import HeadExchange, RowExchange, ZigzagExchange
 from flash_attn.utils.distributed import all_gather, device_of, host_group
 
 METHODS = ("gather", "ulysses", "usp")
@@ -50,10 +50,10 @@ class Launch(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The launches of a rank, and the exchange that fetches their keys."""
+    """The launches of a rank, that with the most keys first, and the exchange that fetches their keys."""
 
     launches: list[Launch]
-    exchange: RowExchange
+    exchange: RowExchange | ZigzagExchange
 
 
 class Plan:
@@ -82,8 +82,8 @@ class Plan:
             where they start on one GPU. 1 divides as evenly as possible.
         pad_to: the number of tokens that every rank gets, the last of which are padding; None: no padding, and ranks
             may differ by as much as borders have moved.
-        head_groups: "gather" fetches key heads in so many groups, each while the one before is computed, and so holds
-            only two of them; it must divide their number. None: up to 4, if each is large.
+        head_groups: "gather" fetches key heads in so many groups, which must divide their number, while others are
+            computed. It holds two of them, or all where their keys take up to 1 GiB. None: up to 4, if each is large.
         each_document: divide each document by itself in this layout, as Megatron and ring-flash-attention do, and not
             the row. With "zigzag", attention is then called once for each document. Not with "striped".
         heads, heads_k: the numbers of query and of key heads in calls of attention, for method="auto", which needs
@@ -433,6 +433,8 @@ class Plan:
     @_on_host
     def _scheduled(self, window, chunk, batch, device):
         starts = _layout.starts_of(self.seqlens, chunk)
+        if self._is_even_zigzag(window, starts):
+            return self._in_even_zigzag()
         intervals = self._covered(window, starts)
         needed = []
         for covered in intervals:
@@ -447,7 +449,31 @@ class Plan:
         else:
             pieces = _layout.pieces_of(self._spans[self.rank], starts, window)
             launches = self._launches(pieces, intervals[self.rank], batch, device)
-        return Schedule(launches, exchange)
+        return Schedule(sorted(launches, key=_num_keys, reverse=True), exchange)
+
+    def _in_even_zigzag(self):
+        """The schedule of chunks for which `_is_even_zigzag`: a launch of the rank's tail, and one of its head.
+
+        The chunks of the last rank are neighbours, and need only one.
+        """
+        chunk = self.total // (2 * self.world_size)
+        exchange = ZigzagExchange(self.group, self.rank, self.world_size, chunk)
+        parts = [(slice(chunk, 2 * chunk), exchange.seen_by_tail), (slice(0, chunk), exchange.seen_by_head)]
+        if self.rank == self.world_size - 1:
+            parts = [(slice(0, 2 * chunk), exchange.seen_by_tail)]
+        return Schedule([Launch(rows, keys, (-1, 0), {}, None) for rows, keys in parts], exchange)
+
+    def _is_even_zigzag(self, window, starts):
+        """Whether all rows see all rows before them, and each rank has two chunks in zigzag, all of one size."""
+        world_size = self.world_size
+        chunk = self.total // (2 * world_size)
+        if world_size == 1 or self._spans is None or window[0] >= 0 or window[1] != 0 or chunk == 0:
+            return False
+        if set(starts) != {0, self.total} or self.total != 2 * world_size * chunk:
+            return False
+        tails = [(2 * world_size - 1 - rank) * chunk for rank in range(world_size)]
+        pairs = [[(rank * chunk, (rank + 1) * chunk), (tail, tail + chunk)] for rank, tail in enumerate(tails)]
+        return [_layout.union(own) for own in self._spans] == list(map(_layout.union, pairs))
 
     def _covered(self, window, starts):
         """The intervals of positions whose keys the rows of each rank see."""
@@ -510,13 +536,27 @@ class Plan:
             return self.world_size, self.rank
         return self._mesh["ulysses"].size(), self._mesh["ulysses"].get_local_rank()
 
-    def groups_of_heads(self, heads_k: int, bytes_per_head: int) -> int:
-        """Returns in how many groups "gather" fetches the key heads; bytes_per_head: of all keys and values."""
+    def groups_of_heads(self, heads_k: int, batch: int, bytes_per_head: int) -> tuple[int, int]:
+        """Returns in how many groups "gather" fetches the key heads in the forward, and in the backward.
+
+        bytes_per_head: of all keys and values.
+
+        With n groups, 1 / n of the transfers have nothing beside them: the first fetch, and in the backward the last
+        sums, which have twice the bytes. A group costs launches and transfers that take 20 us each to start, which 16
+        MB make up for: these take 50 us at 330 GB/s. In the backward, launches must also be long: a thread block
+        computes 128 keys of a head, and with less than two of them for each multiprocessor in each chunk, the last
+        ones leave more of the GPU idle than transfers would (of 32k tokens on 4 GPUs, 8 key heads and 9.3 ms: 2.7 ms
+        with four groups and 1.0 ms with two; the transfers of one group take 0.9 ms). In the forward, blocks are half
+        as long, and groups can overlap, as they send nothing.
+        """
         if self._head_groups is not None:
-            return self._head_groups
-        if self.world_size == 1:
-            return 1
-        return max(n for n in (1, 2, 4) if heads_k % n == 0 and (n == 1 or bytes_per_head * heads_k >= n * _LARGE))
+            return self._head_groups, self._head_groups
+        chunk = self.total // (2 * self.world_size)
+        counts = [
+            n for n in (1, 2, 4) if heads_k % n == 0 and self.world_size > 1 and bytes_per_head * heads_k >= n * _LARGE
+        ]
+        long = [n for n in counts if chunk * batch * heads_k >= n * _LONG]
+        return max(counts, default=1), max(long, default=1)
 
 
 # What "ulysses" may send, as a multiple of what "gather" sends, and still be the faster one: it is sent in fewer
@@ -542,6 +582,8 @@ def _is_faster_by_heads(heads: int, heads_k: int, ranks: int, fetched: float) ->
 
 
 _LARGE = 2**24  # bytes of a group of heads, above which a transfer takes much longer than to start it
+_LARGE = 2**24  # bytes of a group of heads
+_LONG = 2 * 128 * 128  # keys of all heads of a group, in a chunk of the row
 
 
 def plan_of(handle: Tensor) -> Plan:
@@ -563,6 +605,10 @@ def heads_of_ranks(heads: int, heads_k: int, world_size: int) -> tuple[list[list
     run = math.gcd(share, *borders)
     queries = [list(range(first, end)) for first, end in itertools.pairwise(borders)]
     return queries, [[head // share for head in own[::run]] for own in queries]
+
+
+def _num_keys(launch):
+    return launch.keys.stop - launch.keys.start
 
 
 def _lengths(entries, batch, device):

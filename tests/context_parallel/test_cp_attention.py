@@ -88,6 +88,7 @@ def check(group, case, head_dim=16):
     options = dict(MASKS[case["mask"]])
     chunk = options.pop("attention_chunk", 0)
     shares = dict(layout=case["layout"], method=case["method"], granularity=case["granularity"])
+    shares |= dict(head_groups=case.get("head_groups"))
     if case["method"] == "usp":
         group = mesh_of(group)
     plan = Plan(case["seqlens"], group, **shares)
@@ -170,6 +171,29 @@ def test_as_one_process_on_gpus(world_size):
     over_processes(world_size, check_all, cases, 64, backend="nccl")
 
 
+def check_streams(group):
+    """Groups of heads that are computed in turns, on streams of their own or with the memory of others."""
+    row = next(row for row in CASES if row["method"] == "gather")
+    same = dict(method="gather", padding=None, softcap=0.0, sink=False, batch=1, granularity=128, dtype=torch.bfloat16)
+    for limit in (2**30, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("flash_attn.context_parallel._attention._ALL_AT_ONCE", limit)
+            for seqlens, layout in (([4096], "zigzag"), ([3000, 1000], "balanced"), ([4096], "contiguous")):
+                for mask, head_groups in (("causal", 8), ("causal", 2), ("window", 4)):
+                    case = dict(seqlens=seqlens, layout=layout, mask=mask, head_groups=head_groups, heads=(16, 8))
+                    check(group, row | same | case, 64)
+            plan = Plan([4096], group, head_groups=8)
+            options = dict(causal=True, deterministic=True, heads=(16, 8), dtype=torch.bfloat16)
+            first = run(plan, **options)
+            for _ in range(5):
+                assert all(map(torch.equal, first, run(plan, **options)))
+
+
+@pytest.mark.parametrize("world_size", ON_GPUS)
+def test_streams_on_gpus(world_size):
+    over_processes(world_size, check_streams, backend="nccl")
+
+
 def run(plan, function=cp_attn_func, heads=(4, 2), batch=1, dtype=torch.float32, **options):
     """out, lse and the gradients of q, k, v of this rank, for the same random row in each call."""
     generator = torch.Generator().manual_seed(2)
@@ -221,20 +245,31 @@ def check_again(group):
         options = dict(causal=True, window_size=window, deterministic=True, heads=(8, 4), dtype=torch.bfloat16)
         plans = [Plan(seqlens, group, granularity=1, head_groups=n) for n in (1, 1, 2, 4)]
         first, *others = (run(plan, **options) for plan in plans)
+        with pytest.MonkeyPatch.context() as patch:  # and with the memory of two groups
+            patch.setattr("flash_attn.context_parallel._attention._ALL_AT_ONCE", 0)
+            others += [run(plan, **options) for plan in plans[2:]]
         for other in others:
             assert all(map(torch.equal, first, other))
 
 
 def check_precision(group):
     """Partial sums do not lose precision: gradients are as far from the exact ones as those of one process."""
-    seqlens, options = [512], dict(causal=True, heads=(2, 1), dtype=torch.bfloat16)
+    for has_kernel in (False, True):  # kernels get rounded tensors, the reference elsewhere gets float32
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("flash_attn.context_parallel._attention._has_kernel", lambda q, has=has_kernel: has)
+            for seqlens in ([512], [509], [100, 412]):
+                check_precision_of(group, seqlens)
+
+
+def check_precision_of(group, seqlens):
+    options = dict(causal=True, heads=(2, 1), dtype=torch.bfloat16)
     plan = Plan(seqlens, group, granularity=1)
     found = [plan.unshard(x) for x in run(plan, **options)[2:]]
     alone = run(Plan(seqlens, only_me(), granularity=1), **options)[2:]
     exact = run(Plan(seqlens, only_me(), granularity=1), **options | dict(dtype=torch.float32))[2:]
     for name, x, one, true in zip("qkv", found, alone, exact, strict=True):
         ours, theirs = ((each.double() - true).square().mean().sqrt().item() for each in (x, one))
-        assert ours <= 1.05 * theirs, f"d{name}: {ours} after {theirs}"
+        assert ours <= 1.05 * theirs, f"d{name} of {seqlens}: {ours} after {theirs}"
 
 
 _ALONE = []
@@ -449,6 +484,11 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_over_three(check):
     over_processes(3, check)
+
+
+@pytest.mark.parametrize("check", [check_again, check_precision], ids=lambda check: check.__name__)
+def test_over_four(check):
+    over_processes(4, check)
 
 
 def test_compiled():

@@ -89,12 +89,8 @@ def test_launches_compute_the_mask(layout):
         expected = visible(cut, False, window) if sum(seqlens) else torch.zeros(0, 0, dtype=torch.bool)
         each = dict(layout="zigzag", each_document=True) if layout == "each document" else dict(layout=layout)
         for plan in plans(seqlens, world_size, **each, granularity=1):
-            needed, found = set(), []
-            starts = _layout.starts_of(seqlens, chunk)
-            for piece in _layout.pieces_of(plan._spans[plan.rank], starts, window):
-                needed |= set(range(piece.first_key, piece.end_key))
-            keys = torch.tensor(sorted(needed), dtype=torch.int64)
             schedule = plan.schedule(window, chunk, 1, torch.device("cpu"))
+            keys, found = schedule.exchange.fetched, {}
             for launch in schedule.launches:
                 size = launch.keys.stop - launch.keys.start
                 of_launch = torch.zeros(launch.rows.stop - launch.rows.start, len(keys), dtype=torch.bool)
@@ -106,14 +102,67 @@ def test_launches_compute_the_mask(layout):
                     rows, first = slice(*starts_q[i : i + 2]), launch.keys.start + starts_k[i]
                     of_entry = allowed_keys(rows.stop - rows.start, count, False, launch.window)
                     of_launch[rows, first : first + count] = of_entry
-                assert len(found) == launch.rows.start
-                found.extend(of_launch)
+                assert not found.keys() & set(range(launch.rows.start, launch.rows.stop))
+                found |= zip(range(launch.rows.start, launch.rows.stop), of_launch, strict=True)
             own = plan.positions[: plan.own_tokens]
-            assert len(found) == len(own)
-            whole = torch.zeros(len(own), plan.total, dtype=torch.bool)
-            if found:
-                whole[:, keys] = torch.stack(found)
-            assert torch.equal(whole, expected[own])
+            assert found.keys() == set(range(len(own)))
+            whole = torch.zeros(len(own), plan.total, dtype=torch.int64)  # how often each row sees each key
+            for row, seen in found.items():
+                whole[row].index_add_(0, keys, seen.long())
+            assert torch.equal(whole, expected[own].long())
+            sizes = [launch.keys.stop - launch.keys.start for launch in schedule.launches]
+            assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_even_zigzag_needs_no_copies(world_size):
+    """Of what an all-gather of heads and one of tails bring, a launch sees a slice, with its own rows at the end."""
+    for plan in plans(4 * world_size, world_size, granularity=1):
+        schedule = plan.schedule((-1, 0), 0, 1, torch.device("cpu"))
+        heads, tails = (torch.arange(2 * world_size * 2).view(2, -1, 2)[i] for i in (0, 1))
+        arriving = torch.cat([tails.flip(0).flatten(), heads.flatten(), plan.positions[2:]])
+        assert torch.equal(schedule.exchange.fetched, arriving)
+        rows = [slice(2, 4), slice(0, 2)] if plan.rank < world_size - 1 else [slice(0, 4)]
+        assert [launch.rows for launch in schedule.launches] == rows
+        for launch in schedule.launches:
+            rows, keys = plan.positions[launch.rows], arriving[launch.keys]
+            assert torch.equal(keys[-2:], rows[-2:]) and keys.sort().values.tolist() == list(range(rows[-1] + 1))
+    for options, window, chunk in [
+        (dict(layout="contiguous"), (-1, 0), 0),
+        (dict(layout="balanced"), (-1, 0), 0),
+        (dict(seqlens=4 * world_size + 1), (-1, 0), 0),
+        (dict(seqlens=[3, 4 * world_size - 3], layout="zigzag"), (-1, 0), 0),
+        (dict(), (-1, -1), 0),
+        (dict(), (7, 0), 0),
+        (dict(), (-1, 0), 3),
+    ]:
+        sorted_ones = [
+            plan.schedule(window, chunk, 1, torch.device("cpu")).exchange.fetched.diff()
+            for plan in plans(**dict(seqlens=4 * world_size, world_size=world_size, granularity=1) | options)
+        ]
+        assert all((each > 0).all() for each in sorted_ones), options
+
+
+@pytest.mark.parametrize(
+    "thousands, ranks, heads_k, batch, expected",
+    [
+        (32, 4, 8, 1, (4, 1)),
+        (64, 4, 8, 1, (4, 2)),
+        (128, 4, 8, 1, (4, 4)),
+        (32, 2, 8, 1, (4, 2)),
+        (32, 4, 8, 4, (4, 4)),
+        (32, 1, 8, 1, (1, 1)),
+        (128, 4, 1, 1, (1, 1)),
+        (128, 4, 6, 1, (2, 2)),
+        (1, 4, 8, 1, (1, 1)),
+    ],
+)
+def test_groups_of_heads(thousands, ranks, heads_k, batch, expected):
+    """Few where transfers are short; in the backward also where launches would be short."""
+    plan = OnePlan(1024 * thousands, 0, ranks)
+    size = batch * plan.total * 2 * 128 * 2
+    assert plan.groups_of_heads(heads_k, batch, size) == expected
+    assert OnePlan(1024, 0, ranks, head_groups=3).groups_of_heads(heads_k, batch, size) == (3, 3)
 
 
 def test_work_is_balanced():

@@ -34,12 +34,15 @@ struct Forward {
   OptionalTensor out_lo;
 };
 
-// The gradients that arrive, and those that are written.
+// The gradients that arrive, and those that are written. dk and dv may be fp32, and are then added to if `accumulate`.
 struct Gradients {
   const Tensor& dout;
   OptionalTensor dlse;
   const Tensor& dq;
   OptionalTensor dk, dv;
+  bool accumulate = false;
+
+  bool in_float() const { return dk && dtype_number(*dk) == aoti_torch_dtype_float32(); }
 };
 
 // The inputs of a backward as kernels read them: as they are given, or copies.
@@ -86,10 +89,17 @@ const Tensor* address(const OptionalTensor& x) { return x ? &*x : nullptr; }
 void check_tensors(const Forward& fwd, const Gradients& gradients) {
   for (const auto& [name, x] :
        {std::pair("q", &fwd.q), std::pair("k", address(fwd.k)), std::pair("v", address(fwd.v)),
-        std::pair("dq", &gradients.dq), std::pair("dk", address(gradients.dk)), std::pair("dv", address(gradients.dv)),
-        std::pair("out", &fwd.out), std::pair("out_lo", address(fwd.out_lo))}) {
+        std::pair("dq", &gradients.dq), std::pair("out", &fwd.out), std::pair("out_lo", address(fwd.out_lo))}) {
     if (x != nullptr) check_like(*x, gradients.dout, name);
   }
+  for (const auto& [name, x] : {std::pair("dk", address(gradients.dk)), std::pair("dv", address(gradients.dv))}) {
+    if (x == nullptr) continue;
+    check_device(*x, gradients.dout, name);
+    check_same_dtype(*x, gradients.in_float() ? *gradients.dk : gradients.dout, name);
+    STD_TORCH_CHECK(!gradients.in_float() || x->size(-1) == 1 || x->stride(-1) == 1, name,
+                    " must have adjacent channels where it is float32, found stride ", x->stride(-1));
+  }
+  STD_TORCH_CHECK(gradients.in_float() || !gradients.accumulate, "dk and dv must be float32 with accumulate");
 }
 
 // The call with these arguments, without softmax_d and without features.
@@ -128,6 +138,7 @@ BwdCall bwd_call(const Forward& fwd, const Gradients& gradients, Options& option
   set_entries(p.problem, options, fwd.q);
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref, p.out = out.ref, p.dout = dout.ref;
   p.dq = written.q.ref, p.dk = written.k.ref, p.dv = written.v.ref;
+  p.float_dkv = gradients.in_float(), p.adds_dkv = gradients.accumulate;
   if (rows.out_lo) {
     const auto out_lo = view_of<const void>(*rows.out_lo, tokens, 1, 0, "out_lo");
     check_same_shape(out_lo, x.q, x.v.head_dim, "out_lo", "q");
@@ -175,9 +186,9 @@ Tensor run_bwd(const Forward& fwd, const Gradients& gradients, Options& options)
 
 Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
            const Tensor& softmax_lse, const OptionalTensor& dlse, const OptionalTensor& out_lo, const Tensor& dq,
-           const OptionalTensor& dk, const OptionalTensor& dv, Options& options) {
+           const OptionalTensor& dk, const OptionalTensor& dv, Options& options, bool accumulate) {
   const DeviceGuard guard(q.get_device_index());
-  return run_bwd({q, k, v, out, softmax_lse, out_lo}, {dout, dlse, dq, dk, dv}, options);
+  return run_bwd({q, k, v, out, softmax_lse, out_lo}, {dout, dlse, dq, dk, dv, accumulate}, options);
 }
 
 // An uninitialised tensor with the shape, and if possible the strides, of x.
@@ -233,10 +244,13 @@ Tensor bias_gradient(const BwdParams& bwd, const Tensor& bias) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
     const OptionalTensor& dlse, const OptionalTensor& out_lo, const OptionalTensor& lse_lo, bool wants_dbias,
-    OptionalTensor& sink, OptionalTensor& bias, Options& options, Features& features) {
+    OptionalTensor& sink, OptionalTensor& bias, Options& options, Features& features, bool float_dkv) {
   STD_TORCH_CHECK(bias || !wants_dbias, "wants_dbias must be false without an attn_bias, found true");
   const DeviceGuard guard(q.get_device_index());
-  const Tensor dq = torch::stable::empty_like(q), dk = torch::stable::empty_like(k), dv = torch::stable::empty_like(v);
+  const auto like_key = [&](const Tensor& x) {
+    return float_dkv ? new_tensor_of(x.sizes(), aoti_torch_dtype_float32(), x) : torch::stable::empty_like(x);
+  };
+  const Tensor dq = torch::stable::empty_like(q), dk = like_key(k), dv = like_key(v);
   const Tensor dsink = sink ? torch::stable::empty_like(*sink) : new_tensor({0}, q);
   const OptionalTensor given_bias = bias, lse_lo_rows = as_contiguous(lse_lo);
 

@@ -56,6 +56,15 @@ __device__ void store_channels(T* row, const float (&values)[16], int col, int c
   }
 }
 
+// The same for a row of fp32, to which the values are added if `adds`.
+__device__ void store_floats(float* row, const float (&values)[16], int col, int cols, bool adds) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float* element = row + col + i;
+    if (col + i < cols) *element = values[i] + (adds ? *element : 0);
+  }
+}
+
 // Stores 16 channels, from `col` on, of dQ of a token.
 template <typename Config>
 __device__ void finish_dq(const BwdCommonParams& p, const Span& token, int head, int col) {
@@ -73,12 +82,13 @@ __device__ void finish_dq(const BwdCommonParams& p, const Span& token, int head,
   store_channels(first_token<T>(p.dq, token, head), values, col, problem.head_dim, p.dq.head_dim, p.aligned);
 }
 
-// Stores 16 channels, from `col` on, of dK and dV of a key: zeros if no entry uses it, else what its splits add up to.
+// Stores 16 channels, from `col` on, of dK and dV of a key, or adds to them: zeros if no entry uses it, else what its
+// splits add up to.
 template <typename Config>
 __device__ void finish_key(const BwdCommonParams& p, const Span& key, int head, int col) {
   using T = typename Config::T;
   const bool used = is_used(p.problem, key);
-  if (used && p.plan.splits == 1) return;
+  if (used ? p.plan.splits == 1 : p.adds_dkv) return;
   const auto finish = [&](bool of_values, const TensorRef<>& x, int cols, float factor) {
     float sums[16] = {};
     if (used && col < cols) {
@@ -94,7 +104,11 @@ __device__ void finish_key(const BwdCommonParams& p, const Span& key, int head, 
 #pragma unroll
       for (float& sum : sums) sum *= factor;
     }
-    store_channels(first_token<T>(x, key, head), sums, col, cols, x.head_dim, p.aligned);
+    if (p.float_dkv) {
+      store_floats(first_token<float>(x, key, head), sums, col, cols, p.adds_dkv);
+    } else {
+      store_channels(first_token<T>(x, key, head), sums, col, cols, x.head_dim, p.aligned);
+    }
   };
   finish(false, p.dk, p.problem.head_dim, p.problem.softmax_scale);
   finish(true, p.dv, p.problem.head_dim_v, p.problem.dropout_rescale);

@@ -610,7 +610,7 @@ __device__ void sum_keys(BwdShared<Config>& shared, const BwdSm80Params& p, KeyS
   }
 }
 
-// Stores dV or dK times `factor`, rounded, by way of a tile that no warp reads any more.
+// Stores dV or dK times `factor`, rounded by way of a tile that no warp reads any more, unless they are fp32.
 template <typename Config, typename Tile>
 __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const BwdShared<Config>& shared,
                           const WarpRole<Config>& role, const BwdSm80Params& p, const TensorRef<>& x, int cols) {
@@ -621,9 +621,15 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
 #pragma unroll
     for (int c = 0; c < sum.kLaneCols; ++c) sum(r, c) *= factor;
   }
+  const Span& span = shared.seq.k;
+  if (p.float_dkv) {
+    float* first = first_token<float>(x, span, shared.n_block.head_k) + shared.keys.first * x.seqlen;
+    const StridedRows<float> rows{first, x.seqlen, 0, span.length - shared.keys.first};
+    return store_float_rows<Config::kPlain, Config::kKeyWarps, Tile::kPanelChunks>(sum, rows, role.key0, cols,
+                                                                                   p.adds_dkv, role.dim0);
+  }
   store_fragment<Config::kKeyWarps>(tile, sum, role.key0, role.dim0);
   ptx::sync_barrier<Config::kTeamThreads>(role.team_barrier());
-  const Span& span = shared.seq.k;
   T* first = first_token<T>(x, span, shared.n_block.head_k) + shared.keys.first * x.seqlen;
   const StridedRows<T> rows{first, x.seqlen, 0, span.length - shared.keys.first};
   if (Config::kPlain || p.aligned) {

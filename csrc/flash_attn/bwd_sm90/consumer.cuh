@@ -206,8 +206,8 @@ struct BwdConsumer {
     make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, work.mask, place, hide, lse_log2, lse);
   }
 
-  // Stores dV or dK, scaled and rounded, to the channels from `channel` on in global memory; or, if the
-  // n_block is split, the sum as it is to key_sums.
+  // Stores dV or dK, scaled and, unless they are fp32, rounded, to the channels from `channel` on in global memory; or,
+  // if the n_block is split, the sum as it is to key_sums.
   template <typename Sum>
   __device__ void store_sum(Sum& sum, bool of_values, int channel = 0) const {
     if (NBlockWork<Config>::kMayBeSplit && p.plan.splits > 1) return store_split(sum, of_values, channel);
@@ -217,9 +217,12 @@ struct BwdConsumer {
     const int cols = of_values ? problem.head_dim_v : problem.head_dim;
     const Span& span = work.seq.k;
     sum.scale_rows(factors);
-    T* first = first_token<T>(x, span, work.n_block.head_k) + work.keys.first * x.seqlen + channel;
-    const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - work.keys.first)};
-    store_rows<T>(sum, rows, key0, cols - channel);
+    const auto rows = [&]<typename Element>(Element) {
+      Element* first = first_token<Element>(x, span, work.n_block.head_k) + work.keys.first * x.seqlen + channel;
+      return StridedRows<Element>{first, x.seqlen, 0, max(0, span.length - work.keys.first)};
+    };
+    if (p.float_dkv) return store_float_rows(sum, rows(float{}), key0, cols - channel, p.adds_dkv);
+    store_rows<T>(sum, rows(T{}), key0, cols - channel);
   }
 
   // Stores a sum, in fp32 and not scaled, to the split's place in key_sums.

@@ -135,7 +135,7 @@ def bwd(
 
     dout, out: like out of `fwd`. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no
         gradient.
-    dlse: the gradient of softmax_lse, or None. dq, dk, dv: of the shapes of q, k, v, with any strides.
+    dlse: the gradient of softmax_lse, or None. dq, dk, dv: of the shapes of q, k, v, with any strides and dtypes.
 
         delta_i  = <dout_i, out_i> - dlse_i                         0 for a row that sees no key
         dP(i, j) = <dout_i, v_j> Z(i, j) / (1 - p)
@@ -163,16 +163,19 @@ def bwd_features(
     options: Options,
     features: Features,
     wants_dbias: bool,
+    float_dkv: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `fwd_features`: (dq, dk, dv, dsink, dbias). The last two are empty if there is none.
 
     lse_lo: as `fwd_features` returns it; None: softmax_lse counts as exact.
+    float_dkv: whether dk and dv are fp32.
 
     dsink_h = - sum over the rows of head h of exp(sink_h - lse_i) delta_i
     dbias   = dS before the factor of softcap, summed in fp32 along the dimensions that were broadcast
     """
     batch_layout.require_matching_shapes(q, k, v)
-    dq, dk, dv = [torch.empty_like(x) for x in (q, k, v)]
+    dtype = torch.float32 if float_dkv else None
+    dq, (dk, dv) = torch.empty_like(q), [torch.empty_like(x, dtype=dtype) for x in (k, v)]
     dsink, dbias, bias, sink = q.new_empty(0), q.new_empty(0), features.attn_bias, features.learnable_sink
     total = None
     if bias is not None and wants_dbias:
