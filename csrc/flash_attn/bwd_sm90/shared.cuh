@@ -34,8 +34,9 @@ struct BwdSm90Config {
   static constexpr WarpgroupSchedule kSchedule = kTile.schedule;
   static constexpr bool kIsPingpong = kSchedule == WarpgroupSchedule::kPingpong;
   static constexpr Swizzle kSwizzle = kMeeting == Meeting::kFree ? Swizzle::kHeads : Swizzle::kHeadsAndEntries;
+  static constexpr bool kDropped = kFeatures == Features::kDropped;  // then warp 3 draws the bits of dropout
   static constexpr SemaphoreWaiter kSemaphoreWaiter = kMeeting == Meeting::kFree ? SemaphoreWaiter::kNobody
-                                                      : kIsPingpong              ? SemaphoreWaiter::kDqWarps
+                                                      : kIsPingpong || kDropped  ? SemaphoreWaiter::kDqWarps
                                                                                  : SemaphoreWaiter::kOwnWarp;
   static constexpr DqHalf kDqHalf = kBlockM == 128 ? DqHalf::kRows : DqHalf::kChannels;
   static constexpr RangeSource kRanges = takes_ranges(kFeatures) ? RangeSource::kSharedMemory : RangeSource::kNone;
@@ -88,6 +89,7 @@ struct BwdSm90Shared {
   SharedTile<T, kBlockM, kBlockN> ds[2];
   RowRing<Config, kHeadDim> q, dout;  // with lse_log2 and softmax_d of BwdCommonPlan
   [[no_unique_address]] SeenRingOf<Config> seen;
+  [[no_unique_address]] DroppedRingOf<Config> dropped;
   [[no_unique_address]] BiasTilesOf<Config> bias;
   DqBox<T> dq[Config::kConsumers];
   DqFate dq_fate[Config::kConsumers];
@@ -99,16 +101,16 @@ struct BwdSm90Shared {
 
   __device__ void init() {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
-    q.barriers.init(Config::kConsumers);
+    q.barriers.init(Config::kConsumers, 1 + Config::kDropped);
     dout.barriers.init(Config::kConsumers);
     ds_ring.init(Config::kConsumers, kConsumerWarps);
     semaphore_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : accum_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
-    // All warps that call for_each_work_tile: consumers, dQ warps, and one that waits at semaphores for these.
+    // All warps that call for_each_work_tile: consumers, dQ warps, and one that waits at semaphores for these or draws.
     constexpr bool kHasWaiter = Config::kSemaphoreWaiter == SemaphoreWaiter::kOwnWarp;
-    work_ring.init(kConsumerWarps + Config::kConsumers + kHasWaiter);
+    work_ring.init(kConsumerWarps + Config::kConsumers + (kHasWaiter || Config::kDropped));
     ptx::fence_barrier_init();
   }
 };

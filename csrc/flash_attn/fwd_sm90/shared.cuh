@@ -10,6 +10,7 @@
 #include "flash_attn/fwd/tiles.h"
 #include "flash_attn/fwd_serving/work_list.cuh"
 #include "flash_attn/rows.cuh"
+#include "flash_attn/scores/dropped_bits.cuh"
 #include "flash_attn/scores/partial_box.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -61,7 +62,9 @@ struct FwdSm90Config {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kBiased = kFeatures == Features::kBiased, kRanged = takes_ranges(kFeatures);
-  static constexpr bool kPlain = kFeatures != Features::kAll;  // no features but key ranges or a tiled bias
+  static constexpr bool kDropped = kFeatures == Features::kDropped;
+  static constexpr bool kHasBesideKeys = kBiased || kDropped;  // whether consumers read more than K of a stage of K
+  static constexpr bool kPlain = kFeatures != Features::kAll;  // at most one feature, that of the instance
   static constexpr FwdSm90Tile kTile = tile_of(kKind, kHeadDim, kFeatures, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
@@ -75,6 +78,7 @@ struct FwdSm90Config {
                                          kTile.staged_output * kRows * kChannelsV);  // of Q, K, V and O
   static constexpr bool kSharesTotal = kFolds && kTileBytes + 4 * kRows * kChannelsV <= 224 * 1024;
   static constexpr int kWriters = kServing ? 2 : 1;  // how many warps of the producer copy a part of a tile
+  static constexpr int kDrawers = kDropped ? kStages : 0;  // how many of its warps draw the bits of dropout
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
   // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128. With one
   // consumer there are enough.
@@ -86,6 +90,7 @@ struct FwdSm90Config {
   // Whether O is rescaled only when a row maximum has grown much. That pays where O has many columns. With fewer,
   // rescaling is hidden by the exponentials, and a branch around it makes the compiler schedule these worse.
   static constexpr bool kRarelyRescales = kChannelsV > 192;
+  static_assert(kDrawers <= 3, "warp 0 of the producer copies");
   static_assert(kClusterSize == 1 || kChannelsV == kChannels);
 
   __device__ static int cluster_rank() { return kClusterSize == 1 ? 0 : ptx::cluster_rank(); }
@@ -117,10 +122,12 @@ struct FwdSm90Shared {
   struct BiasedKeys : Keys {
     Bias bias;
   };
+  using Dropped = DroppedBits<Config::kKeys>[Config::kConsumerWarps][32];  // of the rows and lanes of the consumers
   struct None {};
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
   std::conditional_t<Config::kBiased, BiasedKeys, Keys> k[Config::kStages];
+  std::conditional_t<Config::kDropped, Dropped, None> dropped[Config::kStages];  // beside K
   Values v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
   std::conditional_t<Config::kSharesTotal, float4[Config::kRows * Config::kChannelsV / 4], None> total;
@@ -131,13 +138,14 @@ struct FwdSm90Shared {
   Ring<2> work_ring;
   std::conditional_t<(Config::kClusterSize > 1), Boxes, None> boxes;
 
-  // Each consumer releases a stage once, by its first thread. The bias beside K and the work are read with ordinary
-  // loads, which the end of a product does not cover: there every consumer warp releases for itself.
+  // Each consumer releases a stage once, by its first thread. The bias or the bits beside K and the work are read with
+  // ordinary loads, which the end of a product does not cover: there every consumer warp releases for itself.
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1, Config::kWriters);
-    k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers, Config::kWriters);
+    k_ring.init(Config::kHasBesideKeys ? Config::kConsumerWarps : Config::kConsumers,
+                Config::kWriters + Config::kDropped);
     v_ring.init(Config::kConsumers, Config::kWriters);
-    work_ring.init(Config::kConsumerWarps + (Config::kServing ? 3 : 0));  // and the other warps of the producer
+    work_ring.init(Config::kConsumerWarps + (Config::kServing ? 3 : Config::kDrawers));  // and others of the producer
     if constexpr (Config::kClusterSize > 1) {
       for (auto& box : boxes) box.init();
     }
