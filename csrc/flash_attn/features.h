@@ -16,7 +16,7 @@ enum class Features {
   kPlain,    // scores are scaled products; all rows can be moved in aligned chunks of 16 bytes
   kRanged,   // kPlain and key ranges; on sm_90 only
   kBiased,   // kPlain and a bias that TMA copies in tiles; on sm_90 only
-  kDropped,  // kPlain and dropout, whose bits warps of the producer draw; on sm_90 only
+  kDropped,  // kPlain and dropout, whose bits a warpgroup of its own draws; on sm_90 only
   kAll,      // everything
 };
 

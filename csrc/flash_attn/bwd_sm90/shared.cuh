@@ -27,27 +27,29 @@ struct BwdSm90Config {
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
   static constexpr int kStages = 2, kCluster = 1, kClusterKeys = kBlockN;
-  static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
+  static constexpr bool kDropped = kFeatures == Features::kDropped;
+  static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1 + kDropped);
 
   static constexpr Meeting kMeeting = kMeeting_;
   static constexpr MBlockOrder kMBlockOrder = kMBlockOrder_;
   static constexpr WarpgroupSchedule kSchedule = kTile.schedule;
   static constexpr bool kIsPingpong = kSchedule == WarpgroupSchedule::kPingpong;
   static constexpr Swizzle kSwizzle = kMeeting == Meeting::kFree ? Swizzle::kHeads : Swizzle::kHeadsAndEntries;
-  static constexpr bool kDropped = kFeatures == Features::kDropped;  // then warp 3 draws the bits of dropout
   static constexpr SemaphoreWaiter kSemaphoreWaiter = kMeeting == Meeting::kFree ? SemaphoreWaiter::kNobody
-                                                      : kIsPingpong || kDropped  ? SemaphoreWaiter::kDqWarps
+                                                      : kIsPingpong              ? SemaphoreWaiter::kDqWarps
                                                                                  : SemaphoreWaiter::kOwnWarp;
   static constexpr DqHalf kDqHalf = kBlockM == 128 ? DqHalf::kRows : DqHalf::kChannels;
   static constexpr RangeSource kRanges = takes_ranges(kFeatures) ? RangeSource::kSharedMemory : RangeSource::kNone;
   static constexpr int kValueRounds = kIsPingpong ? 2 : 1;  // see RowRing: ping-pong steps have no barrier in time
-  // The kernel starts with 168 registers a thread.
-  static constexpr RegisterCounts kRegisters =
-      kIsPingpong || (kHeadDim > 96 && kFeatures == Features::kAll) ? RegisterCounts{240, 24} : RegisterCounts{232, 40};
+  // The kernel starts with 168 registers a thread, with drawers 128.
+  static constexpr bool kNeedsMost = kIsPingpong || (kHeadDim > 96 && kFeatures == Features::kAll);
+  static constexpr int kDrawerRegisters = kDropped ? 24 : 0;
+  static constexpr RegisterCounts kRegisters = kNeedsMost ? RegisterCounts{kDropped ? 232 : 240, 24}
+                                                          : RegisterCounts{kDropped ? 224 : 232, 40};
 
   static_assert(kMeeting == Meeting::kFree || kMBlockOrder == MBlockOrder::kLastFirst,
                 "thread blocks that wait for one another visit the rows that they have in common in the same order");
-  static_assert(kConsumers * kRegisters.consumer + kRegisters.producer <= (kConsumers + 1) * 168);
+  static_assert(kConsumers * kRegisters.consumer + kRegisters.producer + kDrawerRegisters <= (kDropped ? 512 : 504));
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
 };
 
@@ -101,16 +103,16 @@ struct BwdSm90Shared {
 
   __device__ void init() {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
-    q.barriers.init(Config::kConsumers, 1 + Config::kDropped);
+    q.barriers.init(Config::kConsumers, 1 + (Config::kDropped ? kDrawers : 0));
     dout.barriers.init(Config::kConsumers);
     ds_ring.init(Config::kConsumers, kConsumerWarps);
     semaphore_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : accum_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
-    // All warps that call for_each_work_tile: consumers, dQ warps, and one that waits at semaphores for these or draws.
+    // All warps that call for_each_work_tile: consumers, dQ warps, one that waits at semaphores for these, and drawers.
     constexpr bool kHasWaiter = Config::kSemaphoreWaiter == SemaphoreWaiter::kOwnWarp;
-    work_ring.init(kConsumerWarps + Config::kConsumers + (kHasWaiter || Config::kDropped));
+    work_ring.init(kConsumerWarps + Config::kConsumers + kHasWaiter + (Config::kDropped ? kDrawers : 0));
     ptx::fence_barrier_init();
   }
 };

@@ -1,6 +1,5 @@
-// The drawers of fwd_sm90, in instances of kDropped: the producer's warps that have nothing to copy. They draw which
-// elements dropout drops, and put that beside each K. Each fills a stage of K of its own, for all rows of the tile: so it
-// takes part in every round of the stage, which waiting for a parity demands.
+// The drawers of fwd_sm90, in instances of kDropped: a warpgroup that draws which elements dropout drops, and puts that
+// beside each K. Each of its warps draws for some rows of the tile.
 #pragma once
 
 #include "flash_attn/fwd_sm90/shared.cuh"
@@ -15,23 +14,20 @@ template <typename Config>
 struct Drawer {
   const FwdSm90Params& p;
   FwdSm90Shared<Config>& shared;
-  const int rank;  // of the warp, among the drawers
-  RingCursor<Config::kStages> k_at;
+  DropoutDrawer drawer{p.problem};
+  RingCursor<Config::kStages> k_at = {};
 
-  // Fills the stage for an n_block. All lanes wait for it to be empty: it cannot be filled without them.
-  __device__ void draw(const DropoutDrawer& drawer, int row0, int n_block) {
+  // All lanes wait for the stage to be empty: it cannot be filled without them.
+  __device__ void draw(int row0, int n_block) {
     shared.k_ring.wait_empty(k_at);
     auto& bits = shared.dropped[k_at.stage];
-#pragma unroll 1
-    for (int warp = 0; warp < Config::kConsumerWarps; ++warp) {
-#pragma unroll
-      for (int part = 0; part < Config::kKeys / 64; ++part) {
-        bits[warp][lane_id()].words[part] =
-            drawer.draw(row0 + Config::kWarpRows * warp, n_block * Config::kKeys + 64 * part);
-      }
+    for (int warp = warp_id() % kDrawers; warp < Config::kConsumerWarps; warp += kDrawers) {
+      const int row = row0 + Config::kWarpRows * warp, key = n_block * Config::kKeys;
+      bits[warp][lane_id()] = drawer.draw<Config::kKeys>(row, key);
     }
     __syncwarp();
     if (lane_id() == 0) shared.k_ring.full[k_at.stage].arrive();
+    k_at.advance();
   }
 
   __device__ void run() {
@@ -43,11 +39,8 @@ struct Drawer {
       __syncwarp();
       if (lane_id() == 0) shared.work_ring.release(work_at);
       if (tile.entry < 0) return;
-      const DropoutDrawer drawer(p.problem, tile.entry, tile.head);
-#pragma unroll 1
-      for (int n_block = last; n_block >= first; --n_block, k_at.advance()) {
-        if (k_at.stage == rank) draw(drawer, tile.row0, n_block);
-      }
+      drawer.move_to(p.problem, tile.entry, tile.head);
+      for (int n_block = last; n_block >= first; --n_block) draw(tile.row0, n_block);
     }
   }
 };

@@ -20,14 +20,17 @@
 namespace flash::flash_attn {
 
 struct Dropout {
-  uint64_t seed, counter;
+  uint64_t seed, offset, counter;
   uint32_t largest_kept;
 
   // p.rng_state must not be null.
-  __device__ Dropout(const Problem& p, int entry, int head)
-      : seed(p.rng_state[0]),
-        counter(p.rng_state[1] + 32 * (int64_t{entry} * p.heads + head) + lane_id()),
-        largest_kept(p.dropout_largest_kept) {}
+  __device__ explicit Dropout(const Problem& p)
+      : seed(p.rng_state[0]), offset(p.rng_state[1]), largest_kept(p.dropout_largest_kept) {}
+  __device__ Dropout(const Problem& p, int entry, int head) : Dropout(p) { move_to(p, entry, head); }
+
+  __device__ void move_to(const Problem& p, int entry, int head) {
+    counter = offset + 32 * (int64_t{entry} * p.heads + head) + lane_id();
+  }
 
   // The lane's bytes of a tile.
   __device__ uint4 draw(int row_tile, int col_tile) const { return philox<7>(seed, counter, row_tile, col_tile); }

@@ -1,5 +1,5 @@
-// Dropout in instances of kDropped: warps that do not compute draw the random bytes (dropout.cuh) ahead of time, while
-// the tensor cores are busy, and leave in shared memory which elements are dropped, a bit for each. A warp that computes
+// Dropout in instances of kDropped: a warpgroup of drawers draws the random bytes (dropout.cuh) ahead of time, while the
+// tensor cores are busy, and leaves in shared memory which elements are dropped, a bit for each. A warp that computes
 // then reads a word for 32 elements of a lane, in the layout of its Fragment, and clears elements by masks.
 #pragma once
 
@@ -36,9 +36,12 @@ struct alignas(kCols / 16) DroppedBits {
   }
 };
 
-// Draws such bits, for a warp that has few registers: hence loops that are hardly unrolled.
+// How many warps draw: a warpgroup of their own.
+constexpr int kDrawers = 4;
+
+// Draws such bits. Loops are unrolled as far as registers allow: each random number takes a long chain of products.
 class DropoutDrawer {
-  const Dropout dropout_;
+  Dropout dropout_;
   const uint32_t addend_, either_;
 
   // Moves the bits of each byte of a word down by one, and sets the high bits where one of four random bytes drops,
@@ -52,20 +55,29 @@ class DropoutDrawer {
   }
 
  public:
-  __device__ DropoutDrawer(const Problem& p, int entry, int head)
-      : dropout_(p, entry, head),
+  __device__ explicit DropoutDrawer(const Problem& p)
+      : dropout_(p),
         addend_(0x01010101u * (127 - dropout_.largest_kept % 128)),
         either_(dropout_.largest_kept < 128 ? ~0u : 0u) {}
 
-  // The word of 16 rows x 64 columns whose corner is at (row0, col0), multiples of 16 and 32.
-  __device__ uint32_t draw(int row0, int col0) const {
-    uint32_t word = 0;
+  __device__ void move_to(const Problem& p, int entry, int head) { dropout_.move_to(p, entry, head); }
+
+  // The bits of a fragment whose corner is at (row0, col0), multiples of 16 and 32.
+  template <int kCols>
+  __device__ DroppedBits<kCols> draw(int row0, int col0) const {
+    DroppedBits<kCols> bits = {};
 #pragma unroll
     for (int tile = 1; tile >= 0; --tile) {
-      const uint4 x = dropout_.draw(row0 / 16, col0 / 32 + tile);
-      mark(word, x.w), mark(word, x.z), mark(word, x.y), mark(word, x.x);
+      uint4 x[kCols / 64];
+#pragma unroll
+      for (int word = 0; word < kCols / 64; ++word) x[word] = dropout_.draw(row0 / 16, col0 / 32 + 2 * word + tile);
+#pragma unroll
+      for (int word = 0; word < kCols / 64; ++word) {
+        mark(bits.words[word], x[word].w), mark(bits.words[word], x[word].z);
+        mark(bits.words[word], x[word].y), mark(bits.words[word], x[word].x);
+      }
     }
-    return word;
+    return bits;
   }
 
   // Words of two transposed fragments, of 16 keys x 64 rows each, whose corners are at (key0, row0) and (key0 + 16,
@@ -74,7 +86,7 @@ class DropoutDrawer {
   // an 8 x 8 matrix of such elements, rows x keys, and movmatrix transposes it.
   __device__ void draw_transposed(uint32_t (&words)[2], int key0, int row0) const {
     words[0] = words[1] = 0;
-#pragma unroll 2
+#pragma unroll 1
     for (int slab = 3; slab >= 0; --slab) {
       const uint4 x = dropout_.draw(row0 / 16 + slab, key0 / 32);
       mark(words[0], __byte_perm(x.x, x.y, 0x7362));
