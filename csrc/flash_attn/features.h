@@ -110,7 +110,8 @@ bool takes_plain(Features instance, const Problem& p) {
 template <typename Kernel>
 bool could_tile_bias(const Problem& p) {
   const bool fits = p.bias.is_bool || p.bias.dtype == p.dtype;
-  return fits && bias_tensor(p).data != nullptr && has_plain_products(p) && !has_dropout(p) && takes_tiled_bias<Kernel>(p);
+  return fits && bias_tensor(p).data != nullptr && has_plain_products(p) && !has_dropout(p) &&
+         takes_tiled_bias<Kernel>(p);
 }
 
 inline bool all_aligned(const BwdParams& p) {

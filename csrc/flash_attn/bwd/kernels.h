@@ -18,8 +18,8 @@ struct BwdSm80Kernel {
   static bool takes(Features instance, const BwdParams& params) {
     if (instance == Features::kAll) return true;
     const Problem& p = params.problem;
-    return has_plain_products(p) && !has_dropout(p) && params.aligned && !has_bias(p) && !has_ranges(p) && p.head_dim_v == p.head_dim &&
-           head_dims(p).of_keys <= kMostPlainBwdHeadDim;
+    return has_plain_products(p) && !has_dropout(p) && params.aligned && !has_bias(p) && !has_ranges(p) &&
+           p.head_dim_v == p.head_dim && head_dims(p).of_keys <= kMostPlainBwdHeadDim;
   }
   static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
 };

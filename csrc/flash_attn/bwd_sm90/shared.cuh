@@ -44,8 +44,8 @@ struct BwdSm90Config {
   // The kernel starts with 168 registers a thread, with drawers 128.
   static constexpr bool kNeedsMost = kIsPingpong || (kHeadDim > 96 && kFeatures == Features::kAll);
   static constexpr int kDrawerRegisters = kDropped ? 24 : 0;
-  static constexpr RegisterCounts kRegisters = kNeedsMost ? RegisterCounts{kDropped ? 232 : 240, 24}
-                                                          : RegisterCounts{kDropped ? 224 : 232, 40};
+  static constexpr RegisterCounts kRegisters =
+      kNeedsMost ? RegisterCounts{kDropped ? 232 : 240, 24} : RegisterCounts{kDropped ? 224 : 232, 40};
 
   static_assert(kMeeting == Meeting::kFree || kMBlockOrder == MBlockOrder::kLastFirst,
                 "thread blocks that wait for one another visit the rows that they have in common in the same order");

@@ -85,8 +85,8 @@ struct NoSeenRing {
 template <typename Config>
 using SeenRingOf = std::conditional_t<Config::kRanges == RangeSource::kSharedMemory, SeenRing<Config>, NoSeenRing>;
 
-// In instances of kDropped: which elements of a tile of scores the lanes of the consumers drop. Like the values of rows,
-// they are read with ordinary loads.
+// In instances of kDropped: which elements of a tile of scores the lanes of the consumers drop. Like the values of
+// rows, they are read with ordinary loads.
 template <typename Config>
 struct DroppedRing {
   static constexpr int kWarps = Config::kBlockN / 16;
@@ -99,8 +99,7 @@ struct DroppedRing {
 
 struct NoDroppedRing {};
 template <typename Config>
-using DroppedRingOf =
-    std::conditional_t<Config::kFeatures == Features::kDropped, DroppedRing<Config>, NoDroppedRing>;
+using DroppedRingOf = std::conditional_t<Config::kFeatures == Features::kDropped, DroppedRing<Config>, NoDroppedRing>;
 
 // In instances of kBiased: tiles of the bias, which come with those of Q. Like the values of rows, they are read with
 // ordinary loads, before a barrier of the step.

@@ -1,6 +1,6 @@
-// Dropout in instances of kDropped: a warpgroup of drawers draws the random bytes (dropout.cuh) ahead of time, while the
-// tensor cores are busy, and leaves in shared memory which elements are dropped, a bit for each. A warp that computes
-// then reads a word for 32 elements of a lane, in the layout of its Fragment, and clears elements by masks.
+// Dropout in instances of kDropped: a warpgroup of drawers draws the random bytes (dropout.cuh) ahead of time, while
+// the tensor cores are busy, and leaves in shared memory which elements are dropped, a bit for each. A warp that
+// computes then reads a word for 32 elements of a lane, in the layout of its Fragment, and clears elements by masks.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,8 @@ namespace flash::flash_attn {
 // Which elements of a fragment of 16 rows a lane drops. Of 64 columns, which are 16 of the lane's, element (r, c) has
 // in byte 2 r + c % 2 the bit c / 2 from the top: the word, shifted left by c / 2, has that bit as the byte's sign.
 template <int kCols>
-struct alignas(kCols / 16) DroppedBits {
-  static_assert(kCols == 64 || kCols == 128);
-  uint32_t words[kCols / 64];
+struct alignas(kCols == 128 ? 8 : 4) DroppedBits {
+  uint32_t words[(kCols + 63) / 64];
 
   // Sets dropped elements to 0.
   template <typename T>
@@ -81,9 +80,9 @@ class DropoutDrawer {
   }
 
   // Words of two transposed fragments, of 16 keys x 64 rows each, whose corners are at (key0, row0) and (key0 + 16,
-  // row0). A lane needs what other lanes draw: two words of random bytes, of 16 rows x 16 keys, are regrouped by 8 rows,
-  // so that the two bytes of a lane's key and of the key 8 further make a 16-bit element. What a warp has marked is then
-  // an 8 x 8 matrix of such elements, rows x keys, and movmatrix transposes it.
+  // row0). A lane needs what other lanes draw: two words of random bytes, of 16 rows x 16 keys, are regrouped by 8
+  // rows, so that the two bytes of a lane's key and of the key 8 further make a 16-bit element. What a warp has marked
+  // is then an 8 x 8 matrix of such elements, rows x keys, and movmatrix transposes it.
   __device__ void draw_transposed(uint32_t (&words)[2], int key0, int row0) const {
     words[0] = words[1] = 0;
 #pragma unroll 1
