@@ -17,14 +17,26 @@ TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # S_dmask has no instance of 512
 FEATURES = {"plain": "Features::kPlain", "ranged": "Features::kRanged", "all": "Features::kAll"}
-HOPPER_FEATURES = FEATURES | {"biased": "Features::kBiased"}
+HOPPER_FEATURES = FEATURES | {"biased": "Features::kBiased", "dropped": "Features::kDropped"}
 PORTABLE_FEATURES = {name: FEATURES[name] for name in ("plain", "all")}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 # The head dims of the kernels for sm_90, by features. WIDE: those of the forward that have a second tile for long
 # sequences (has_wide_tile in fwd/tiles.h).
-BWD_HEAD_DIMS = {"plain": HEAD_DIMS, "ranged": HEAD_DIMS, "biased": (64, 96, 128), "all": ALL_HEAD_DIMS}
-FWD_HEAD_DIMS = {"plain": ALL_HEAD_DIMS, "ranged": ALL_HEAD_DIMS, "biased": HEAD_DIMS, "all": ALL_HEAD_DIMS}
-WIDE_HEAD_DIMS = {"plain": (64, 96, 128, 256), "ranged": (64,), "biased": (), "all": ()}
+BWD_HEAD_DIMS = {
+    "plain": HEAD_DIMS,
+    "ranged": HEAD_DIMS,
+    "biased": (64, 96, 128),
+    "dropped": (64, 96, 128),
+    "all": ALL_HEAD_DIMS,
+}
+FWD_HEAD_DIMS = {
+    "plain": ALL_HEAD_DIMS,
+    "ranged": ALL_HEAD_DIMS,
+    "biased": HEAD_DIMS,
+    "dropped": (64, 96, 128),
+    "all": ALL_HEAD_DIMS,
+}
+WIDE_HEAD_DIMS = {"plain": (64, 96, 128, 256), "ranged": (64,), "biased": (), "dropped": (), "all": ()}
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # (head dim, dmask_width): fwd/tiles.h
 
 

@@ -13,14 +13,15 @@ namespace flash::flash_attn {
 // rows, the largest score of each row, keys in pages (decoding: in all instances), and values of another head dim than
 // the keys (sm_90: in all instances).
 enum class Features {
-  kPlain,   // scores are scaled products; all rows can be moved in aligned chunks of 16 bytes
-  kRanged,  // kPlain and key ranges; on sm_90 only
-  kBiased,  // kPlain and a bias that TMA copies in tiles; on sm_90 only
-  kAll,     // everything
+  kPlain,    // scores are scaled products; all rows can be moved in aligned chunks of 16 bytes
+  kRanged,   // kPlain and key ranges; on sm_90 only
+  kBiased,   // kPlain and a bias that TMA copies in tiles; on sm_90 only
+  kDropped,  // kPlain and dropout, whose bits a warpgroup of its own draws; on sm_90 only
+  kAll,      // everything
 };
 
 constexpr bool has_plain_scores(Features features) {
-  return features == Features::kPlain || features == Features::kRanged;
+  return features == Features::kPlain || features == Features::kRanged || features == Features::kDropped;
 }
 constexpr bool takes_ranges(Features features) { return features == Features::kRanged || features == Features::kAll; }
 
@@ -28,10 +29,10 @@ constexpr bool takes_ranges(Features features) { return features == Features::kR
 template <Features kFeatures>
 inline constexpr bool kHasPlainScores = has_plain_scores(kFeatures);
 
-// Whether scores are scaled products and perhaps a bias: no softcap, ALiBi or dropout.
-inline bool has_plain_products(const Problem& p) {
-  return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
-}
+inline bool has_dropout(const Problem& p) { return p.rng_state != nullptr; }
+
+// Whether scores are scaled products and perhaps a bias: no softcap or ALiBi.
+inline bool has_plain_products(const Problem& p) { return p.softcap == 0 && p.alibi_slopes == nullptr; }
 
 inline bool has_bias(const Problem& p) { return p.bias.data != nullptr; }
 inline bool has_ranges(const Problem& p) { return p.ranges.data != nullptr; }
@@ -90,12 +91,27 @@ bool has_tiled_bias(const Problem& p) {
   return is_in_tiles && takes_tiled_bias<Kernel>(p);
 }
 
+// The largest head dim with instances of kDropped. Beyond, random bits are a small part of the work.
+constexpr int kMostDroppedHeadDim = 128;
+
+// Whether an instance for sm_90 takes a problem whose products are plain and whose rows are aligned.
+template <typename Kernel>
+bool takes_plain(Features instance, const Problem& p) {
+  if (has_dropout(p)) {
+    const HeadDims built = sm90_head_dims(p.head_dim, p.head_dim_v);
+    return instance == Features::kDropped && !has_bias(p) && !has_ranges(p) && built.of_keys <= kMostDroppedHeadDim;
+  }
+  if (instance == Features::kBiased) return has_bias(p) && has_tiled_bias<Kernel>(p);
+  return !has_bias(p) && (instance == Features::kRanged || !has_ranges(p));
+}
+
 // Whether it could if the bias were copied to a layout that suits TMA, and no other feature forbids it. An fp32 bias
 // is not copied: rounded to the queries' type, it would lose bits.
 template <typename Kernel>
 bool could_tile_bias(const Problem& p) {
   const bool fits = p.bias.is_bool || p.bias.dtype == p.dtype;
-  return fits && bias_tensor(p).data != nullptr && has_plain_products(p) && takes_tiled_bias<Kernel>(p);
+  return fits && bias_tensor(p).data != nullptr && has_plain_products(p) && !has_dropout(p) &&
+         takes_tiled_bias<Kernel>(p);
 }
 
 inline bool all_aligned(const BwdParams& p) {

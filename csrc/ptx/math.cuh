@@ -82,16 +82,20 @@ __device__ uint32_t clamp_below(uint32_t packed) {
   return clamped;
 }
 
-// Expands 4 / kBytes bytes, from byte `first` on, to masks of kBytes each: all bits are set if the byte is not 0, none
-// if it is.
+// Expands 4 / kBytes bytes, from byte `first` on, to masks of kBytes each: all bits are those of the byte's high bit.
 template <int kBytes>
-__device__ uint32_t spread_nonzero(uint32_t bytes, int first) {
+__device__ uint32_t spread_signs(uint32_t bytes, int first) {
   static_assert(kBytes == 2 || kBytes == 4);
-  const uint32_t signs = bytes | ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu);  // the high bit of each byte that is not 0
   const uint32_t selector = (kBytes == 2 ? 0x9988 : 0x8888) + 0x1111 * first;  // 8 + i: the sign of byte i, replicated
   uint32_t spread;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(signs), "r"(selector));
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(bytes), "r"(selector));
   return spread;
+}
+
+// The same where a byte is not 0.
+template <int kBytes>
+__device__ uint32_t spread_nonzero(uint32_t bytes, int first) {
+  return spread_signs<kBytes>(bytes | ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu), first);
 }
 
 }  // namespace flash::ptx

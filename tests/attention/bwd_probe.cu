@@ -49,7 +49,8 @@ extern "C" const char* find_bwd_sm90_sizes(int head_dim, Features features, int6
         using Config = BwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures>;
         sizes[0] = sizeof(BwdSm90Shared<Config>), sizes[1] = Config::kThreads;
       };
-      dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll>(features, find);
+      dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kDropped, Features::kAll>(
+          features, find);
     });
   });
 }

@@ -39,7 +39,7 @@ const char* find_fwd_sizes(int head_dim, Features features, int64_t* sizes) {
 
 const char* find_fwd_sm90_sizes(int head_dim, int head_dim_v, Features features, bool wide, int64_t* sizes) {
   const auto find = [&](auto kHeadDim, auto kHeadDimV) {
-    dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll>(
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kDropped, Features::kAll>(
         features, [&](auto kFeatures) {
           const auto run = [&](auto kWide) {
             constexpr auto kKind = kWide ? FwdSm90Kind::kDenseWide : FwdSm90Kind::kDense;

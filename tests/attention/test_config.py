@@ -23,7 +23,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 HOPPER_HEAD_DIMS = (*((dim, dim) for dim in ALL_HEAD_DIMS), (192, 128))  # of keys and of values
 SM80, DECODE, SM90, SERVING, INVARIANT = KERNELS = range(5)  # the alternatives of FwdPlan
-PLAIN, RANGED, BIASED, ALL = FEATURES = range(4)
+PLAIN, RANGED, BIASED, DROPPED, ALL = FEATURES = range(5)
 # Of a block, by compute capability.
 KILOBYTES = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "10.3": 227, "12.0": 99, "12.1": 99}
 SHARED_BYTES = {capability: 1024 * most for capability, most in KILOBYTES.items()}
@@ -234,6 +234,14 @@ def test_problems_without_a_bias(host):
         ({}, PLAIN, PLAIN),
         (dict(ranges=True), RANGED, ALL),
         (dict(softcap=1), ALL, ALL),
+        (dict(dropout=True), DROPPED, ALL),
+        (dict(dropout=True, ranges=True), ALL, ALL),
+        (dict(dropout=True, softcap=1), ALL, ALL),
+        (dict(dropout=True, alibi=True), ALL, ALL),
+        (dict(dropout=True, aligned=False), ALL, ALL),
+        (dict(dropout=True, head_dim=192), ALL, ALL),
+        (dict(dropout=True, head_dim=136, head_dim_v=136), ALL, ALL),
+        (dict(dropout=True, head_dim_v=40), DROPPED, ALL),
     ):
         found = features_of(host, dataclasses.replace(without, **changes))
         assert found == (here, everywhere, 1, here)
@@ -322,13 +330,16 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
         pytest.skip("there is no wide tile")
     if features == BIASED and (head_dim > 256 or head_dim_v != head_dim):
         pytest.skip("there is no such instance")
+    if features == DROPPED and head_dim > 128:
+        pytest.skip("there is no such instance")
     shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, head_dim_v, features, wide)
     assert shared_bytes <= OF_HOPPER
-    assert threads == 128 * (warpgroups + 1)
-    assert keys % {BIASED: 64, ALL: 32}.get(features, 16) == 0
+    assert threads == 128 * (warpgroups + 1 + (features == DROPPED))
+    assert keys % {BIASED: 64, DROPPED: 64, ALL: 32}.get(features, 16) == 0
     of_bias = keys // 4 if features == BIASED else 0
     assert (
-        keys // 2 + keys // 4 + of_bias + head_dim_v // parts(host, head_dim) // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
+        keys // 2 + keys // 4 + of_bias + head_dim_v // parts(host, head_dim) // 2 + 24
+        <= {2: 208 if features == DROPPED else 232, 3: 160}[warpgroups]
     )
 
 
@@ -365,7 +376,7 @@ def test_backward_blocks_fit_sm90(head_dim, features):
     instances = native.library(HERE / "bwd_probe.cu", native.CUDA_ON_THE_HOST)
     shared_bytes, threads = numbers(instances, 2, "find_bwd_sm90_sizes", head_dim, features)
     assert shared_bytes <= OF_HOPPER
-    assert threads == 3 * 128
+    assert threads == (4 if features == DROPPED else 3) * 128
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)

@@ -902,6 +902,28 @@ def test_dropout_mask_is_a_function_of_rng_state(case, device):
     assert torch.equal(found.cpu(), expected)
 
 
+DROPPED = [
+    dict(seqlen_q=203, seqlen_k=331, heads_k=2, causal=True),
+    dict(seqlen_q=331, seqlen_k=203, heads_k=1, window=(90, 20)),
+    dict(seqlen_q=130, seqlen_k=129),
+    dict(seqlen_q=17, seqlen_k=600, causal=True, deterministic=True),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.17, 0.6])
+@pytest.mark.parametrize("changes", DROPPED, ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_dropout_without_other_features(head_dim, changes, dropout_p, packed, device):
+    """Which has instances of its own, whose random bits other warps draw."""
+    case = Case(batch=3, head_dim=head_dim, dropout_p=dropout_p, **changes)
+    if packed:
+        tensors, cu_seqlens = packed_batch(case, device)
+        check(case, tensors, varlen(case, device, cu_seqlens), varlen_oracle(case, device, cu_seqlens))
+    else:
+        check(case, case.tensors(device), dense(case, device), dense_oracle(case, device))
+
+
 @pytest.mark.parametrize("leftpad", [False, True])
 def test_varlen_dropout_mask_counts_from_the_first_used_key_of_each_entry(leftpad, device):
     case = Case(batch=3, seqlen_q=97, seqlen_k=130, dropout_p=0.3)

@@ -18,15 +18,16 @@ struct BwdSm80Kernel {
   static bool takes(Features instance, const BwdParams& params) {
     if (instance == Features::kAll) return true;
     const Problem& p = params.problem;
-    return has_plain_products(p) && params.aligned && !has_bias(p) && !has_ranges(p) && p.head_dim_v == p.head_dim &&
-           head_dims(p).of_keys <= kMostPlainBwdHeadDim;
+    return has_plain_products(p) && !has_dropout(p) && params.aligned && !has_bias(p) && !has_ranges(p) &&
+           p.head_dim_v == p.head_dim && head_dims(p).of_keys <= kMostPlainBwdHeadDim;
   }
   static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
 };
 
 // bwd_sm90 and, above 128 channels, bwd_sm90_wide.
 struct BwdSm90Kernel {
-  static constexpr Features kInstances[] = {Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll};
+  static constexpr Features kInstances[] = {Features::kPlain, Features::kRanged, Features::kBiased, Features::kDropped,
+                                            Features::kAll};
   static constexpr int kMostBiasedHeadDim = 128;  // bwd_sm90_wide has no instance of kBiased
 
   // No instance takes unaligned rows, which TMA cannot copy, or empty tensors.
@@ -40,8 +41,7 @@ struct BwdSm90Kernel {
   static bool takes(Features instance, const Problem& p) {
     if (instance == Features::kAll) return true;
     if (!has_plain_products(p) || head_dims(p).of_keys > kMostPlainBwdHeadDim) return false;
-    if (instance == Features::kBiased) return has_bias(p) && has_tiled_bias<BwdSm90Kernel>(p);
-    return !has_bias(p) && (instance == Features::kRanged || !has_ranges(p));
+    return takes_plain<BwdSm90Kernel>(instance, p);
   }
   static bool takes(Features instance, const BwdParams& params) {
     return instance == Features::kAll || (params.aligned && takes(instance, params.problem));

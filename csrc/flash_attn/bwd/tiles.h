@@ -39,7 +39,7 @@ struct BwdSm90Tile {
   WarpgroupSchedule schedule;
 };
 
-// 128 rows leave no registers for dropout and score transforms.
+// 128 rows leave no registers for score transforms and for dropout that a warp draws itself.
 constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
   const bool tall = head_dim <= 64 && has_plain_scores(features);
   return tall ? BwdSm90Tile{128, 128, WarpgroupSchedule::kPingpong}

@@ -75,7 +75,7 @@ struct BwdConsumer {
   using T = typename Config::T;
   using Scores = Fragment<16, Config::kBlockM>;  // S^T, then P^T; or dP^T, then dS^T
   using Packed = PackedFragment<T, 16, Config::kBlockM>;
-  static constexpr bool kPlain = Config::kFeatures != Features::kAll;  // no features but key ranges or a tiled bias
+  static constexpr bool kPlain = Config::kFeatures != Features::kAll;  // at most one feature, that of the instance
   static constexpr bool kBiased = Config::kFeatures == Features::kBiased;
   const BwdSm90Params& p;
   Shared& shared;

@@ -22,7 +22,8 @@
 //
 // The third warpgroup keeps few registers. Its warps 0 and 1 are the dQ warps (bwd_sm90/dq.cuh), one for each half;
 // warp 2 takes work tiles and loads K, V, Q and dO (Loader); warp 3, with m_blocks of 64 rows, waits for other thread
-// blocks on behalf of the dQ warps. The next K and V are loaded while dV and dK are stored.
+// blocks on behalf of the dQ warps. In instances of kDropped, a fourth warpgroup draws the bits of dropout. The next K
+// and V are loaded while dV and dK are stored.
 //
 // Hand-overs through mbarriers (bwd_sm90/shared.cuh): work_ring, which work tile comes next, from the loader to all
 // warps; keys_here and keys_free, K and V; the rings q and dout, rows with their lse and softmax_d; ds_ring, dS between
@@ -100,6 +101,32 @@ struct Loader {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// A warp of the drawers, in instances of kDropped: draws which elements of a tile of scores dropout drops, for 32 keys.
+// That belongs to the stage of Q. All lanes wait for it to be empty: it cannot be filled without them.
+template <typename Config>
+__device__ void draw_dropped(const BwdSm90Launch& p, BwdSm90Shared<Config>& shared) {
+  static_assert(DroppedRing<Config>::kWarps == 2 * kDrawers);
+  const int warp = warp_id() % kDrawers * 2;  // the first of the two of a consumer whose keys these are
+  DropoutDrawer drawer(p.problem);
+  RingCursor<Config::kStages> at;
+  for_each_work_tile(p, shared, [&](const NBlockWork<Config>& work) {
+    work.for_each_m_block(p, [&](int head, int m_block, bool) {
+      drawer.move_to(p.problem, work.n_block.entry, head);
+      shared.q.barriers.wait_empty(at);
+      auto& bits = shared.dropped.bits_of(at);
+#pragma unroll
+      for (int part = 0; part < Config::kBlockM / 64; ++part) {
+        uint32_t words[2];
+        drawer.draw_transposed(words, work.keys.first + 16 * warp, m_block * Config::kBlockM + 64 * part);
+        for (int i = 0; i < 2; ++i) bits[warp + i][lane_id()].words[part] = words[i];
+      }
+      __syncwarp();
+      if (lane_id() == 0) shared.q.barriers.full[at.stage].arrive();
+      at.advance();
+    });
+  });
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __grid_constant__ BwdSm90Launch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -114,6 +141,11 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
     if (role == Config::kConsumers && visits_rows<Config>()) Loader<Config>{p, shared}.run();
     constexpr bool kHasWaiter = Config::kSemaphoreWaiter == SemaphoreWaiter::kOwnWarp;
     if (kHasWaiter && role == Config::kConsumers + 1) wait_at_semaphores(p, shared);
+  } else if (Config::kDropped && rank > Config::kConsumers) {
+    if constexpr (Config::kDropped) {
+      ptx::setmaxnreg_dec<Config::kDrawerRegisters>();
+      draw_dropped(p, shared);
+    }
   } else {
     ptx::setmaxnreg_inc<Config::kRegisters.consumer>();
     sum_keys(p, shared, rank);

@@ -108,7 +108,15 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       wait_gemms<1>(s);
       this->probabilities(s, head, rows, cut);
       weights = pack<T>(s);
-      wait_gemms<0>(dp);
+      if constexpr (Config::kDropped) {
+        const auto dropped = shared.dropped.bits_of(at)[warp_id()][lane_id()];
+        dropped.clear(weights);
+        wait_gemms<0>(dp);
+        dropped.clear(dp);
+        dp.for_each([&](float& x, int, int) { x *= p.problem.dropout_rescale; });
+      } else {
+        wait_gemms<0>(dp);
+      }
       subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, softmax_d);
       dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
     } else {

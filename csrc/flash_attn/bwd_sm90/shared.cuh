@@ -27,7 +27,8 @@ struct BwdSm90Config {
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
   static constexpr int kStages = 2, kCluster = 1, kClusterKeys = kBlockN;
-  static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
+  static constexpr bool kDropped = kFeatures == Features::kDropped;
+  static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1 + kDropped);
 
   static constexpr Meeting kMeeting = kMeeting_;
   static constexpr MBlockOrder kMBlockOrder = kMBlockOrder_;
@@ -40,13 +41,15 @@ struct BwdSm90Config {
   static constexpr DqHalf kDqHalf = kBlockM == 128 ? DqHalf::kRows : DqHalf::kChannels;
   static constexpr RangeSource kRanges = takes_ranges(kFeatures) ? RangeSource::kSharedMemory : RangeSource::kNone;
   static constexpr int kValueRounds = kIsPingpong ? 2 : 1;  // see RowRing: ping-pong steps have no barrier in time
-  // The kernel starts with 168 registers a thread.
+  // The kernel starts with 168 registers a thread, with drawers 128.
+  static constexpr bool kNeedsMost = kIsPingpong || (kHeadDim > 96 && kFeatures == Features::kAll);
+  static constexpr int kDrawerRegisters = kDropped ? 24 : 0;
   static constexpr RegisterCounts kRegisters =
-      kIsPingpong || (kHeadDim > 96 && kFeatures == Features::kAll) ? RegisterCounts{240, 24} : RegisterCounts{232, 40};
+      kNeedsMost ? RegisterCounts{kDropped ? 232 : 240, 24} : RegisterCounts{kDropped ? 224 : 232, 40};
 
   static_assert(kMeeting == Meeting::kFree || kMBlockOrder == MBlockOrder::kLastFirst,
                 "thread blocks that wait for one another visit the rows that they have in common in the same order");
-  static_assert(kConsumers * kRegisters.consumer + kRegisters.producer <= (kConsumers + 1) * 168);
+  static_assert(kConsumers * kRegisters.consumer + kRegisters.producer + kDrawerRegisters <= (kDropped ? 512 : 504));
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
 };
 
@@ -88,6 +91,7 @@ struct BwdSm90Shared {
   SharedTile<T, kBlockM, kBlockN> ds[2];
   RowRing<Config, kHeadDim> q, dout;  // with lse_log2 and softmax_d of BwdCommonPlan
   [[no_unique_address]] SeenRingOf<Config> seen;
+  [[no_unique_address]] DroppedRingOf<Config> dropped;
   [[no_unique_address]] BiasTilesOf<Config> bias;
   DqBox<T> dq[Config::kConsumers];
   DqFate dq_fate[Config::kConsumers];
@@ -99,16 +103,16 @@ struct BwdSm90Shared {
 
   __device__ void init() {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
-    q.barriers.init(Config::kConsumers);
+    q.barriers.init(Config::kConsumers, 1 + (Config::kDropped ? kDrawers : 0));
     dout.barriers.init(Config::kConsumers);
     ds_ring.init(Config::kConsumers, kConsumerWarps);
     semaphore_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : accum_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
-    // All warps that call for_each_work_tile: consumers, dQ warps, and one that waits at semaphores for these.
+    // All warps that call for_each_work_tile: consumers, dQ warps, one that waits at semaphores for these, and drawers.
     constexpr bool kHasWaiter = Config::kSemaphoreWaiter == SemaphoreWaiter::kOwnWarp;
-    work_ring.init(kConsumerWarps + Config::kConsumers + kHasWaiter);
+    work_ring.init(kConsumerWarps + Config::kConsumers + kHasWaiter + (Config::kDropped ? kDrawers : 0));
     ptx::fence_barrier_init();
   }
 };

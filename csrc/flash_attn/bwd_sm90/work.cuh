@@ -15,6 +15,7 @@
 #include "flash_attn/features.h"
 #include "flash_attn/params.h"
 #include "flash_attn/scores/bias_tile.cuh"
+#include "flash_attn/scores/dropped_bits.cuh"
 #include "flash_attn/scores/mask.cuh"
 #include "flash_attn/sequence.cuh"
 #include "tile/fragment.cuh"
@@ -83,6 +84,22 @@ struct NoSeenRing {
 };
 template <typename Config>
 using SeenRingOf = std::conditional_t<Config::kRanges == RangeSource::kSharedMemory, SeenRing<Config>, NoSeenRing>;
+
+// In instances of kDropped: which elements of a tile of scores the lanes of the consumers drop. Like the values of
+// rows, they are read with ordinary loads.
+template <typename Config>
+struct DroppedRing {
+  static constexpr int kWarps = Config::kBlockN / 16;
+  DroppedBits<Config::kBlockM> bits[Config::kValueRounds][Config::kStages][kWarps][32];
+
+  __device__ auto& bits_of(const typename Ring<Config::kStages>::Cursor& at) {
+    return bits[at.round % Config::kValueRounds][at.stage];
+  }
+};
+
+struct NoDroppedRing {};
+template <typename Config>
+using DroppedRingOf = std::conditional_t<Config::kFeatures == Features::kDropped, DroppedRing<Config>, NoDroppedRing>;
 
 // In instances of kBiased: tiles of the bias, which come with those of Q. Like the values of rows, they are read with
 // ordinary loads, before a barrier of the step.

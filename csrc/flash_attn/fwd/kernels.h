@@ -16,8 +16,8 @@ struct FwdSm80Kernel {
 
   static bool takes(Features instance, const FwdParams& p) {
     if (instance == Features::kAll) return true;
-    return !p.one_instance && is_plain(p) && !has_bias(p.problem) && !has_ranges(p.problem) && !has_pages(p) &&
-           p.problem.head_dim_v == p.problem.head_dim;
+    return !p.one_instance && is_plain(p) && !has_dropout(p.problem) && !has_bias(p.problem) &&
+           !has_ranges(p.problem) && !has_pages(p) && p.problem.head_dim_v == p.problem.head_dim;
   }
   static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
 };
@@ -37,7 +37,7 @@ struct ServingKernel {
   static constexpr Features kInstances[] = {Features::kPlain, Features::kAll};
 
   static bool takes(const FwdParams& p) {
-    return p.aligned && p.problem.rng_state == nullptr && !has_bias(p.problem) && p.out_lo.data == nullptr &&
+    return p.aligned && !has_dropout(p.problem) && !has_bias(p.problem) && p.out_lo.data == nullptr &&
            p.row_max == nullptr && head_dims(p.problem).of_keys <= 256;
   }
   static bool takes(Features instance, const FwdParams& p) {
@@ -50,14 +50,13 @@ struct ServingKernel {
 struct InvariantKernel : ServingKernel {};
 
 struct FwdSm90Kernel {
-  static constexpr Features kInstances[] = {Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll};
+  static constexpr Features kInstances[] = {Features::kPlain, Features::kRanged, Features::kBiased, Features::kDropped,
+                                            Features::kAll};
   static constexpr int kMostBiasedHeadDim = 256;  // the largest with an instance of kBiased
 
   static bool takes(Features instance, const FwdParams& p) {
     if (instance == Features::kAll) return true;
-    if (!is_plain(p) || has_pages(p)) return false;
-    if (instance == Features::kBiased) return has_bias(p.problem) && has_tiled_bias<FwdSm90Kernel>(p.problem);
-    return !has_bias(p.problem) && (instance == Features::kRanged || !has_ranges(p.problem));
+    return is_plain(p) && !has_pages(p) && takes_plain<FwdSm90Kernel>(instance, p.problem);
   }
   static HeadDims head_dims(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v); }
 };

@@ -55,7 +55,7 @@ inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows, boo
   const int group = p.heads / p.heads_k;
   const bool fits = int64_t{p.seqlen_q} * group <= std::numeric_limits<int>::max() - tile_rows;
   const int64_t apart = group * ceil_div(longest_q, tile_rows), together = ceil_div(longest_q * group, tile_rows);
-  return fits && p.rng_state == nullptr && p.ranges.heads == 0 && together < apart + or_as_many ? group : 1;
+  return fits && !has_dropout(p) && p.ranges.heads == 0 && together < apart + or_as_many ? group : 1;
 }
 
 // How many slots for tiles (Tiling) a group of packed heads has in a dense entry, or in all packed entries together:
@@ -134,7 +134,7 @@ inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partial
 
 // Whether decode_sm80 takes a problem: all rows that share a key head fit one tile, and there is no dropout.
 inline bool suits_decoding(const Problem& p, const FwdHints& hints) {
-  return p.rng_state == nullptr && hints.longest_q * (p.heads / p.heads_k) <= kDecodeRows;
+  return !has_dropout(p) && hints.longest_q * (p.heads / p.heads_k) <= kDecodeRows;
 }
 
 // Whether keys and values, which are read once, should be the first to be evicted from the L2 cache. Then they do not

@@ -58,6 +58,7 @@ constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, 
   const bool plain = has_plain_scores(features);
   if (head_dim <= 64) return {wide ? 3 : 2, 128, 3, 2, true};
   if (head_dim <= 96) return wide ? FwdSm90Tile{3, 112, 2, 2, true} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
+  if (head_dim <= 128 && features == Features::kDropped) return {2, 128, 2, 1, true};  // bits take 4 KB
   if (head_dim <= 128) return wide ? FwdSm90Tile{2, 176, 2, 1, false} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
   if (head_dim <= 192 && head_dim_v < head_dim) return {2, plain ? 128 : 96, 2, 1, !plain};  // 208 or 200 KB
   if (head_dim <= 192) return {2, plain ? 112 : 96, 2, 1, false};

@@ -11,6 +11,7 @@
 #include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/scores/bias_tile.cuh"
+#include "flash_attn/scores/dropped_bits.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
@@ -63,13 +64,29 @@ struct WarpgroupOrder {
   }
 };
 
+// What a warp reads of a stage of K beside K: in instances of kBiased its rows of the bias, in those of kDropped its
+// bits of dropout.
+template <typename Config>
+struct BesideKeysOf {
+  struct type {};
+};
+template <typename Config>
+  requires Config::kBiased
+struct BesideKeysOf<Config> {
+  using type = PackedFragment<typename Config::T, Config::kWarpRows, Config::kKeys>;
+};
+template <typename Config>
+  requires Config::kDropped
+struct BesideKeysOf<Config> {
+  using type = DroppedBits<Config::kKeys>;
+};
+
 // A consumer warpgroup, from the view of one of its warps.
 template <typename Config>
 struct Consumer {
   using T = typename Config::T;
   using Work = TileWork<Config>;
-  struct None {};
-  using TiledBias = std::conditional_t<Config::kBiased, PackedFragment<T, Config::kWarpRows, Config::kKeys>, None>;
+  using BesideKeys = typename BesideKeysOf<Config>::type;
   const typename Config::Launch& launch;
   const decltype(Config::Launch::params)& p;
   FwdSm90Shared<Config>& shared;
@@ -110,10 +127,10 @@ struct Consumer {
     at.advance();
   }
 
-  // Called when Q K^T has ended and, in instances of kBiased, each warp has read its rows of the bias. These ordinary
-  // loads are why every warp then releases for itself.
+  // Called when Q K^T has ended and each warp has read what is beside K. These ordinary loads are why every warp then
+  // releases for itself.
   __device__ void release_keys() {
-    if constexpr (!Config::kBiased) return release(shared.k_ring, k_at);
+    if constexpr (!Config::kHasBesideKeys) return release(shared.k_ring, k_at);
     __syncwarp();
     if (lane_id() == 0) shared.k_ring.release(k_at);
     k_at.advance();
@@ -167,16 +184,25 @@ struct Consumer {
     }
   }
 
-  // In instances of kBiased: the warp's rows of the bias of the current n_block.
-  __device__ TiledBias load_bias() const {
+  // The warp's rows of the bias, or its bits of dropout, of the current n_block.
+  __device__ BesideKeys load_beside_keys() const {
     if constexpr (Config::kBiased) {
       return load_rows<T, Config::kKeys>(shared.k[k_at.stage].bias, warp_row, has_one_row(p.problem.bias.rows));
+    } else if constexpr (Config::kDropped) {
+      return shared.dropped[k_at.stage][warp_id()][lane_id()];
     } else {
       return {};
     }
   }
-  __device__ void add_bias(Scores<Config>& s, const TiledBias& bias) const {
+  __device__ void add_bias(Scores<Config>& s, const BesideKeys& bias) const {
     if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
+  }
+
+  // Rounds probabilities for P V, with those that dropout drops set to 0.
+  __device__ void round_probabilities(Scores<Config>& s, const BesideKeys& dropped, const Work& work, int n_block) {
+    drop<Config>(s, p, work.tile, warp_row, n_block);
+    probabilities = pack<T>(s);
+    if constexpr (Config::kDropped) dropped.clear(probabilities);
   }
 
   // A tile's pieces of fixed length (FixedPieces), the last keys first, are folded into a total: when a piece ends, (o,
@@ -205,7 +231,7 @@ struct Consumer {
   }
 
   // Turns the scores of the first n_block that a tile or a piece of it visits, its last keys, into P.
-  __device__ void make_first_probabilities(Scores<Config>& s, const TiledBias& bias, const Work& work, int n_block,
+  __device__ void make_first_probabilities(Scores<Config>& s, const BesideKeys& beside, const Work& work, int n_block,
                                            bool masked) {
     // V from row `end` of the block on is zeroed: keys that do not exist or, with ranges, that no row sees.
     const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n_block * Config::kKeys;
@@ -213,11 +239,10 @@ struct Consumer {
     softmax = Softmax<Config>(softmax.scale_log2);
     has_output = false;
     add_other_half(s);
-    add_bias(s, bias);
+    add_bias(s, beside);
     make_scores<Config>(s, p, work, warp_row, n_block, masked);
     softmax.update(s, shrink);
-    drop<Config>(s, p, work.tile, warp_row, n_block);
-    probabilities = pack<T>(s);
+    round_probabilities(s, beside, work, n_block);
     if (!Config::kServing && end < Config::kKeys) {
       wait_full(shared.v_ring, v_at);
       clear_rows(shared.v[v_at.stage], end, Config::kKeys, own_barrier());
@@ -242,12 +267,12 @@ struct Consumer {
     start_output();
     order.pass_on();
     BlockBias<Config> bias(p.problem, work, warp_row, n_block);  // loaded from global memory while the products run
-    const TiledBias tiled_bias = load_bias();
+    const BesideKeys beside = load_beside_keys();
     wait_gemms<1>(s);
     release_keys();
     if (Config::kQueryStages == 1 && is_last) release_queries();
     add_other_half(s);
-    add_bias(s, tiled_bias);
+    add_bias(s, beside);
     make_scores<Config>(s, bias, p, work, warp_row, n_block, kMasked);
     bool grown = true;
     if constexpr (Config::kRarelyRescales) {
@@ -266,8 +291,7 @@ struct Consumer {
     release(shared.v_ring, v_at);
 #pragma unroll
     for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) softmax.exponentiate(s, r);
-    drop<Config>(s, p, work.tile, warp_row, n_block);
-    probabilities = pack<T>(s);
+    round_probabilities(s, beside, work, n_block);
     if (grown) o.scale_rows(shrink);
   }
 
@@ -325,10 +349,10 @@ struct Consumer {
 
   // Turns the first scores of a tile, or of a piece of it, into probabilities.
   __device__ void begin_piece(Scores<Config>& s, const Work& work, int n_block, bool is_last, bool masked) {
-    const TiledBias bias = load_bias();
+    const BesideKeys beside = load_beside_keys();
     release_keys();
     if (Config::kQueryStages == 1 && is_last) release_queries();
-    make_first_probabilities(s, bias, work, n_block, masked);
+    make_first_probabilities(s, beside, work, n_block, masked);
     if (!is_last) wait_full(shared.k_ring, k_at);
   }
 

@@ -17,7 +17,8 @@
 // The producer takes the next tile from a counter in global memory only when the last K of the current tile is about to
 // be copied. Taking tiles as late as possible balances long tiles against short ones.
 //
-// In instances of kBiased, K(n) comes with a tile of the bias. A warp reads its rows of it while S is computed.
+// In instances of kBiased, K(n) comes with a tile of the bias, and in those of kDropped with bits that a warpgroup of
+// drawers draws. A warp reads its part of either while S is computed.
 //
 // Beyond 256 channels a cluster of two thread blocks shares a tile: each has half of the channels of Q, K, V and O.
 // They work as above, but S needs all channels: their consumers exchange partial sums of S (partial_box.cuh). For 128
@@ -30,6 +31,7 @@
 #include "common/tensor_map.h"
 #include "flash_attn/fwd_serving/merge.cuh"
 #include "flash_attn/fwd_sm90/consumer.cuh"
+#include "flash_attn/fwd_sm90/drawer.cuh"
 #include "flash_attn/fwd_sm90/producer.cuh"
 #include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/instances.h"
@@ -53,9 +55,12 @@ __global__ __launch_bounds__(Config::kThreads,
   if (rank < Config::kConsumers) {
     if constexpr (Config::kConsumers > 1) ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer<Config>(args, shared, rank).run();
-  } else {
+  } else if (rank == Config::kConsumers) {
     if constexpr (Config::kConsumers > 1) ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (warp_id() < Config::kConsumerWarps + Source<Config>::kWarps) Producer<Config>(args, shared).run();
+  } else if constexpr (Config::kDropped) {
+    ptx::setmaxnreg_dec<Config::kDrawerRegisters>();
+    Drawer<Config>{args.params, shared}.run();
   }
 #endif
 }

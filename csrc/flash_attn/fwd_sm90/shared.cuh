@@ -10,6 +10,7 @@
 #include "flash_attn/fwd/tiles.h"
 #include "flash_attn/fwd_serving/work_list.cuh"
 #include "flash_attn/rows.cuh"
+#include "flash_attn/scores/dropped_bits.cuh"
 #include "flash_attn/scores/partial_box.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -61,14 +62,16 @@ struct FwdSm90Config {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kBiased = kFeatures == Features::kBiased, kRanged = takes_ranges(kFeatures);
-  static constexpr bool kPlain = kFeatures != Features::kAll;  // no features but key ranges or a tiled bias
+  static constexpr bool kDropped = kFeatures == Features::kDropped;
+  static constexpr bool kHasBesideKeys = kBiased || kDropped;  // whether consumers read more than K of a stage of K
+  static constexpr bool kPlain = kFeatures != Features::kAll;  // at most one feature, that of the instance
   static constexpr FwdSm90Tile kTile = tile_of(kKind, kHeadDim, kFeatures, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
   static constexpr int kClusterSize = channel_slices(kHeadDim);  // thread blocks that share a tile
   static constexpr bool kPersistent = kClusterSize == 1;  // whether a thread block processes one tile after another
   static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
-  static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
+  static constexpr int kThreads = kWarpgroup * (kConsumers + 1 + kDropped), kConsumerWarps = 4 * kConsumers;
   // Whether a thread block may fold pieces of fixed length, and whether shared memory has room for their total.
   static constexpr bool kFolds = kServing || kKind == FwdSm90Kind::kInvariant;
   static constexpr int kTileBytes = 2 * (kStages * kKeys * (kChannels + kChannelsV) + kQueryStages * kRows * kChannels +
@@ -76,10 +79,10 @@ struct FwdSm90Config {
   static constexpr bool kSharesTotal = kFolds && kTileBytes + 4 * kRows * kChannelsV <= 224 * 1024;
   static constexpr int kWriters = kServing ? 2 : 1;  // how many warps of the producer copy a part of a tile
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
-  // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128. With one
-  // consumer there are enough.
-  static constexpr int kProducerRegisters = kServing ? 88 : kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kServing ? 208 : kConsumers == 2 ? 232 : 160;
+  // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128, and with
+  // drawers 2 * 208 + 40 + 56 = 4 * 128. With one consumer there are enough.
+  static constexpr int kProducerRegisters = kServing ? 88 : kConsumers == 2 ? 40 : 32, kDrawerRegisters = 56;
+  static constexpr int kConsumerRegisters = kServing || kDropped ? 208 : kConsumers == 2 ? 232 : 160;
   // How many of a lane's two rows are exponentiated before the wait for P V. The other row then overlaps with rescaling
   // O and packing P, which is faster where that product is short.
   static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
@@ -117,7 +120,9 @@ struct FwdSm90Shared {
   struct BiasedKeys : Keys {
     Bias bias;
   };
+  using Dropped = DroppedBits<Config::kKeys>[Config::kConsumerWarps][32];  // of the rows and lanes of the consumers
   struct None {};
+  struct NoDropped {};
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
   std::conditional_t<Config::kBiased, BiasedKeys, Keys> k[Config::kStages];
@@ -130,14 +135,17 @@ struct FwdSm90Shared {
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> work_ring;
   std::conditional_t<(Config::kClusterSize > 1), Boxes, None> boxes;
+  [[no_unique_address]] std::conditional_t<Config::kDropped, Dropped[Config::kStages], NoDropped> dropped;  // beside K
 
-  // Each consumer releases a stage once, by its first thread. The bias beside K and the work are read with ordinary
-  // loads, which the end of a product does not cover: there every consumer warp releases for itself.
+  // Each consumer releases a stage once, by its first thread. The bias or the bits beside K and the work are read with
+  // ordinary loads, which the end of a product does not cover: there every consumer warp releases for itself.
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1, Config::kWriters);
-    k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers, Config::kWriters);
+    k_ring.init(Config::kHasBesideKeys ? Config::kConsumerWarps : Config::kConsumers,
+                Config::kWriters + (Config::kDropped ? kDrawers : 0));
     v_ring.init(Config::kConsumers, Config::kWriters);
-    work_ring.init(Config::kConsumerWarps + (Config::kServing ? 3 : 0));  // and the other warps of the producer
+    constexpr int kOthers = Config::kServing ? 3 : Config::kDropped ? kDrawers : 0;  // of the producer, or drawers
+    work_ring.init(Config::kConsumerWarps + kOthers);
     if constexpr (Config::kClusterSize > 1) {
       for (auto& box : boxes) box.init();
     }

@@ -20,14 +20,20 @@
 namespace flash::flash_attn {
 
 struct Dropout {
-  uint64_t seed, counter;
+  uint64_t seed, offset, counter;
   uint32_t largest_kept;
 
   // p.rng_state must not be null.
-  __device__ Dropout(const Problem& p, int entry, int head)
-      : seed(p.rng_state[0]),
-        counter(p.rng_state[1] + 32 * (int64_t{entry} * p.heads + head) + lane_id()),
-        largest_kept(p.dropout_largest_kept) {}
+  __device__ explicit Dropout(const Problem& p)
+      : seed(p.rng_state[0]), offset(p.rng_state[1]), largest_kept(p.dropout_largest_kept) {}
+  __device__ Dropout(const Problem& p, int entry, int head) : Dropout(p) { move_to(p, entry, head); }
+
+  __device__ void move_to(const Problem& p, int entry, int head) {
+    counter = offset + 32 * (int64_t{entry} * p.heads + head) + lane_id();
+  }
+
+  // The lane's bytes of a tile.
+  __device__ uint4 draw(int row_tile, int col_tile) const { return philox<7>(seed, counter, row_tile, col_tile); }
 
   // Calls fn(r, c) for the lane's dropped elements of a fragment whose corner is at (row0, col0), multiples of 16 and
   // 32.
@@ -38,7 +44,7 @@ struct Dropout {
     for (int slab = 0; slab < kRows / 16; ++slab) {
 #pragma unroll
       for (int part = 0; part < kCols / 32; ++part) {
-        const uint4 bits = philox<7>(seed, counter, row0 / 16 + slab, col0 / 32 + part);
+        const uint4 bits = draw(row0 / 16 + slab, col0 / 32 + part);
         const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
@@ -60,7 +66,7 @@ struct Dropout {
     const bool upper = key0 % 32 != 0;
 #pragma unroll
     for (int part = 0; part < kCols / 16; ++part) {
-      const uint4 bits = philox<7>(seed, counter, row0 / 16 + part, key0 / 32);
+      const uint4 bits = draw(row0 / 16 + part, key0 / 32);
       const uint32_t words[4] = {upper ? bits.z : bits.x, upper ? bits.w : bits.y, bits.z, bits.w};
 #pragma unroll
       for (int r = 0; r < kRows / 8; ++r) {

@@ -47,6 +47,15 @@ uint32_t clamp_below(uint32_t packed) {
 }
 
 template <int kBytes>
+uint32_t spread_signs(uint32_t bytes, int first) {
+  uint32_t spread = 0;
+  for (int i = 0; i < 4; ++i) {
+    if (bytes >> 8 * (first + i / kBytes) & 0x80) spread |= 0xFFu << 8 * i;
+  }
+  return spread;
+}
+
+template <int kBytes>
 uint32_t spread_nonzero(uint32_t bytes, int first) {
   uint32_t spread = 0;
   for (int i = 0; i < 4; ++i) {
