@@ -7,6 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from processes import over_processes
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from src.datamodules.language_modeling_hf import LMDataModule
@@ -190,7 +191,7 @@ def step_of_parts(group):
         torch.nn.Sequential(*(torch.nn.Linear(*s, bias=False) for s in ((6, 7), (7, 5), (5, 1)))),
     )
     twin.load_state_dict(model.state_dict())
-    model = fully_shard(model)
+    model = fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
     x = torch.randn(8, 6)
     for each in (model, twin):
         first, *others = each.parameters()

@@ -6,6 +6,7 @@ import datetime
 import pytest
 import torch
 from hydra.utils import instantiate
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from flash_attn.models.gpt import GPTLMHeadModel
@@ -125,7 +126,7 @@ def test_parts_of_matrices(group_of_one):
     """Weights that FSDP divides are DTensors."""
     layer, twin = (torch.nn.Linear(8, 6, bias=False) for _ in range(2))
     twin.load_state_dict(layer.state_dict())
-    layer = torch.distributed.fsdp.fully_shard(layer)
+    layer = torch.distributed.fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
     for each in (layer, twin):
         optimizer = Muon([{"params": [each.weight], "orthogonalize": True, "stacked": [2, 4]}])
         each(torch.eye(8)).square().sum().backward()

@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.distributed.device_mesh import init_device_mesh
 
 from src.optim.adamw import AdamW, MasterAdamW
 from src.optim.lamb import Lamb
@@ -203,7 +204,8 @@ def test_masters_after_a_state_without(fused):
 
 def test_masters_of_parts(group_of_one):
     """Weights that FSDP divides are DTensors."""
-    layer = torch.distributed.fsdp.fully_shard(torch.nn.Linear(8, 8).bfloat16())
+    mesh = init_device_mesh("cpu", (1,))
+    layer = torch.distributed.fsdp.fully_shard(torch.nn.Linear(8, 8).bfloat16(), mesh=mesh)
     optimizer = MasterAdamW(layer.parameters(), lr=1e-2)
     layer(torch.ones(2, 8).bfloat16()).sum().backward()
     before = layer.weight.to_local().clone()
