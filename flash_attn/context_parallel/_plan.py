@@ -84,12 +84,13 @@ class Plan:
             may differ by as much as borders have moved.
         head_groups: "gather" fetches key heads in so many groups, which must divide their number, while others are
             computed. It holds two of them, or all where their keys take up to 1 GiB. None: up to 4, if each is large.
+            Without effect with "ulysses".
         each_document: divide each document by itself in this layout, as Megatron and ring-flash-attention do, and not
             the row. With "zigzag", attention is then called once for each document. Not with "striped".
         heads, heads_k: the numbers of query and of key heads in calls of attention, for method="auto", which needs
             them to compare what would be sent: see `docs/guides/context_parallel.md`. heads_k=None: as heads.
-        window_size: the window of those calls, the widest of all layers, for method="auto" and layout="auto". Calls may
-            have others.
+        window_size: the window of those calls, the widest of all layers, for method="auto" and layout="auto", which
+            take calls as causal: what lies to the right does not count. Calls may have others.
         loss_group: the ranks over which gradients are averaged, for `mean_loss`; None: group. With data parallelism
             beside context parallelism, the group of both.
         device: where `positions` and `position_ids` are; None: the current GPU with NCCL, else the CPU.
@@ -582,7 +583,6 @@ def _is_faster_by_heads(heads: int, heads_k: int, ranks: int, fetched: float) ->
 
 
 _LARGE = 2**24  # bytes of a group of heads, above which a transfer takes much longer than to start it
-_LARGE = 2**24  # bytes of a group of heads
 _LONG = 2 * 128 * 128  # keys of all heads of a group, in a chunk of the row
 
 

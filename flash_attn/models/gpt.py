@@ -619,7 +619,8 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
                 do not rise from 0 to that, or by more than max_seqlen, are an error on the CPU; on a GPU, where reading
                 them would wait for the device, all of the output becomes NaN. Needs config.use_flash_attn; not with
                 position_ids, attention_mask, inference_params or cp_plan, and not with config.attn_dwconv.
-            max_seqlen: the length of the longest document, or more, for cu_seqlens; seqlen if None.
+            max_seqlen: the length of the longest document, or more, for cu_seqlens; if None seqlen, but at most the
+                number of learned positions.
 
         Returns (batch, seqlen, features), with arbitrary values at padding; with a group and sequence_parallel, this
         process's part of (batch * seqlen, features).
@@ -692,12 +693,15 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         checks.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32,), device=tokens.device)
         checks.ndim("cu_seqlens", cu_seqlens, "(documents + 1)")
         checks.number("cu_seqlens' length", len(cu_seqlens), len(cu_seqlens) > 1, "at least 2")
-        max_seqlen = tokens.shape[1] if max_seqlen is None else checks.whole("max_seqlen", max_seqlen)
-        limit = self.embeddings.max_position_embeddings
-        checks.number(
-            "max_seqlen", max_seqlen, limit == 0 or max_seqlen <= limit, "at most {}, the number of positions", limit
-        )
         lengths, total = cu_seqlens.diff(), tokens.numel()
+        limit = self.embeddings.max_position_embeddings
+        if max_seqlen is None:
+            max_seqlen = min(tokens.shape[1], limit or tokens.shape[1])
+        else:
+            max_seqlen = checks.whole("max_seqlen", max_seqlen)
+            has_positions = limit == 0 or max_seqlen <= limit
+            checks.number("max_seqlen", max_seqlen, has_positions, "at most {}, the number of positions", limit)
+            max_seqlen = min(max_seqlen, total)  # rotary tables have as many rows
         fits = ((lengths >= 0) & (lengths <= max_seqlen)).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
         if not _library.can_be_read_at_once(cu_seqlens):
             return max_seqlen, fits

@@ -80,3 +80,15 @@ def test_what_modules_refuse():
     ]:
         with pytest.raises(ValueError, match=match):
             names.LongContextAttention(**options)
+
+
+@pytest.mark.parametrize("name, part", [("zigzag", [1, 6]), ("strip", [1, 5])])
+def test_parts_of_other_groups_are_in_order_of_the_ranks(name, part, monkeypatch):
+    """Those of a mesh with another degree of ulysses go by its places."""
+    monkeypatch.setattr(names, "_GROUPS", dict(places=[0, 2, 1, 3], ulysses=2))
+    extract, x = names.EXTRACT_FUNC_DICT[name], torch.arange(8)[None]
+    assert extract(x, 1, 4, rd=4, ud=1).flatten().tolist() == part
+    of_mesh = extract(x, 1, 4, rd=2, ud=2)
+    monkeypatch.setattr(names, "_GROUPS", {})
+    assert extract(x, 1, 4, rd=4, ud=1).flatten().tolist() == part
+    assert torch.equal(extract(x, 2, 4, rd=2, ud=2), of_mesh)

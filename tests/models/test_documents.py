@@ -50,6 +50,18 @@ def test_each_document_is_alone(name, ends, device):
         torch.testing.assert_close(logits.flatten(0, 1)[part], alone, rtol=1e-4, atol=1e-4)
 
 
+def test_a_bound_may_be_large_and_rows_longer_than_positions(device):
+    """Rotary tables have no more rows than there are tokens; without a bound, documents have as many as positions."""
+    model, x, cu_seqlens = packed("rotary", WITHIN_ROWS, device)
+    logits = model(x, cu_seqlens=cu_seqlens, max_seqlen=12).logits
+    assert torch.equal(model(x, cu_seqlens=cu_seqlens, max_seqlen=2**31 - 1).logits, logits)
+    model = GPTLMHeadModel(config_of(**FLASH | dict(n_positions=8)), device=device)
+    ends = torch.tensor([0, 5, 6, 12, 14, 21, 24], dtype=torch.int32, device=device)
+    torch.testing.assert_close(
+        model(x, cu_seqlens=ends).logits[0, 6:12], model(x[:1, 6:12]).logits[0], rtol=1e-4, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize("name", ["learned positions", "modern, fused", "recomputed"])
 def test_loss_and_gradients(name, device):
     """The first token of a document is no label."""

@@ -93,7 +93,7 @@ def set_seq_parallel_pg(
     device = device_of(cast(dist.ProcessGroup, dist.group.WORLD)).type
     mesh = DeviceMesh(device, ranks, mesh_dim_names=("dp", "ring", "ulysses"))
     _GROUPS["group"] = mesh["ulysses"].get_group() if sp_ring_degree == 1 else mesh["ring", "ulysses"]
-    _GROUPS["places"] = ranks[0].flatten().argsort().tolist()
+    _GROUPS["places"], _GROUPS["ulysses"] = ranks[0].flatten().argsort().tolist(), sp_ulysses_degree
     _plan.cache_clear()
 
 
@@ -252,10 +252,14 @@ def _of_ring(layout: str) -> Callable:
     return func
 
 
-def _place(rank: int, world_size: int) -> int:
-    """Where a rank is in the mesh of `set_seq_parallel_pg`, counted along "ulysses" first."""
+def _place(rank: int, world_size: int, ulysses: int | None = None) -> int:
+    """Where a rank is in the mesh of `set_seq_parallel_pg`, counted along "ulysses" first.
+
+    With another degree of ulysses than that mesh has, ranks are in their order: the caller has other groups.
+    """
     places = _GROUPS.get("places", [])
-    return places[rank] if len(places) == world_size else rank
+    is_of_mesh = len(places) == world_size and ulysses in (None, _GROUPS["ulysses"])
+    return places[rank] if is_of_mesh else rank
 
 
 def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, dim: int = 1, **kwargs: Any) -> Tensor:
@@ -270,7 +274,7 @@ def zigzag_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1, *args: Any, **kwargs: Any
 ) -> Tensor:
     """`basic_extract_local` with ring_impl_type="zigzag". rd, ud: the degrees of ring and ulysses."""
-    ring, ulysses = divmod(_place(rank, world_size), ud)
+    ring, ulysses = divmod(_place(rank, world_size, ud), ud)
     chunks = value.chunk(2 * rd, dim)
     return torch.cat([chunks[ring], chunks[2 * rd - 1 - ring]], dim).chunk(ud, dim)[ulysses].detach().clone()
 
@@ -279,7 +283,7 @@ def stripe_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, *args: Any, dim: int = 1, **kwargs: Any
 ) -> Tensor:
     """`basic_extract_local` with ring_impl_type="strip". rd, ud: the degrees of ring and ulysses."""
-    ring, ulysses = divmod(_place(rank, world_size), ud)
+    ring, ulysses = divmod(_place(rank, world_size, ud), ud)
     stripe = value.unflatten(dim, (-1, rd)).select(dim + 1, ring)
     return stripe.chunk(ud, dim)[ulysses].detach().clone()
 
