@@ -1354,7 +1354,11 @@ def _probabilities_reference(q, k, v, *options):
 def _bwd_reference(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, *arguments):
     out = with_features.unrounded(out, out_lo)
     options, accumulate = _with_accumulate(arguments)
+    if accumulate and (dk is None or dk.dtype != torch.float32):
+        raise ArgumentError("dk and dv must be float32 with accumulate, found others")
     dq, *sums = unpack(dq, dk, dv)
+    if sums[0].dtype != sums[1].dtype:
+        raise ArgumentError(f"dv must have the dtype of dk, {sums[0].dtype}, found {sums[1].dtype}")
     added = [torch.empty_like(x) for x in sums] if accumulate else sums
     softmax_d = reference.bwd(dout, *unpack(q, k, v), out, softmax_lse, dlse, dq, *added, options)
     if accumulate:

@@ -113,7 +113,10 @@ def cp_attn_func(
     wants_lse = bool(return_lse or return_attn_probs)
     if plan.method != "ulysses":
         _refuse_with_gather(plan.method, dropout_p, alibi_slopes)
-    if plan.method == "gather":
+    if q.shape[0] == 0:  # nothing is sent
+        out, lse = _gather_fake(q, k, v)
+        out = out + (q.sum() + k.sum() + v.sum())  # so that there are gradients
+    elif plan.method == "gather":
         scores = softmax_scale, window, softcap, chunk, deterministic
         out, lse = _gathered_attention(q, k, v, learnable_sink, plan, *scores)
     else:
@@ -289,7 +292,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 
 # Groups of heads whose keys and values take no more than so many bytes altogether are all in memory at once.
-_ALL_AT_ONCE = 2**30
+ALL_AT_ONCE = 2**30
 
 
 def _for_each_group(plan, schedule, k, v, groups, compute, sends):
@@ -308,7 +311,7 @@ def _for_each_group(plan, schedule, k, v, groups, compute, sends):
     rows = k.new_empty(groups, tokens, width)  # a row is what is sent of a token
     for target, x in zip(_keys_and_values(rows, batch, sizes), (k, v), strict=True):
         target.copy_(x[:, :tokens].unflatten(2, (groups, heads)).permute(2, 1, 0, 3, 4))
-    all_at_once = plan.total * groups * width * k.element_size() <= _ALL_AT_ONCE
+    all_at_once = plan.total * groups * width * k.element_size() <= ALL_AT_ONCE
     ahead = groups if all_at_once else 2
     # The last thread blocks of a launch leave a part of the GPU idle, and so do the small kernels around it. There,
     # another group is computed. But not where sums are sent: groups would then not end at the same time on all ranks,

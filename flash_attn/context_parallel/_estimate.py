@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from flash_attn.context_parallel._attention import ALL_AT_ONCE
+
 
 class Model(NamedTuple):
     """The sizes of a decoder with a gated MLP."""
@@ -132,13 +134,14 @@ def memory(model: Model, tokens: int, cp: int, tp: int, shards: int, options: Op
     """GB of each item on a GPU; tokens: of one sequence. shards: over how many GPUs parameters are divided."""
     n, gb = tokens / cp, 1e-9
     q, kv = model.heads * model.head_dim / tp, 2 * max(model.heads_k / tp, 1) * model.head_dim
-    gathered = tokens * kv * 2 / options.groups
+    gathered = tokens * kv * 2  # keys and values; sums of their gradients, in float32, take twice as much
+    held = gathered if gathered <= ALL_AT_ONCE else 2 * gathered / options.groups
     own = n * (4 * q + 2 * kv) * 2 + n * q * 2  # q, out, dout, dq; keys and values and their gradients; a copy of out
     kept = n * model.width * 2 * model.layers + (n * q * 2 * model.layers if options.keep_attention else 0)
     return {
         "parameters, gradients, optimizer": 16 * model.parameters / (shards * tp) * gb,
         "inputs of blocks, kept": (0 if options.offload else kept / (1 if tp == 1 else tp)) * gb,
-        "attention": (own + (2 * gathered + 2 * 2 * gathered if cp > 1 else 0)) * gb,
+        "attention": (own + (3 * held if cp > 1 else 0)) * gb,
         "MLP": 6 * n * model.ffn / tp * 2 / options.mlp_chunks * gb,
         "loss": (min(n, options.loss_chunk) * model.vocab / tp * 2 + model.vocab / tp * model.width * 4) * gb,
         "gathered layers, NCCL, workspace": 3.0 + 2 * 2 * model.parameters / model.layers / tp * gb,

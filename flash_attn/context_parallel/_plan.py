@@ -83,7 +83,8 @@ class Plan:
         pad_to: the number of tokens that every rank gets, the last of which are padding; None: no padding, and ranks
             may differ by as much as borders have moved.
         head_groups: "gather" fetches key heads in so many groups, which must divide their number, while others are
-            computed. It holds two of them, or all where their keys take up to 1 GiB. None: up to 4, if each is large.
+            computed. It holds two of them, or all where their keys take up to 1 GiB, and in the backward the sums of as
+            many. None: up to 4, if each is large.
             Without effect with "ulysses".
         each_document: divide each document by itself in this layout, as Megatron and ring-flash-attention do, and not
             the row. With "zigzag", attention is then called once for each document. Not with "striped".

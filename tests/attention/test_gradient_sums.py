@@ -156,3 +156,29 @@ def test_opcheck(accumulate, device):
     options = *Options(0.125, -1, 0), accumulate
     arguments = dout, q, k, v, out, lse, None, None, torch.empty_like(q), *sums, *options
     torch.library.opcheck(torch.ops.flash_attn.bwd.default, arguments)
+
+
+def test_opcheck_of_features(device):
+    """Whose gradients are new tensors, also of keys with other strides."""
+    from flash_attn._reference.attention.options import Features, Options
+
+    q, k, v, dout = (torch.randn(2, 2, 8, 16, device=device).bfloat16().transpose(1, 2) for _ in range(4))
+    given = FeatureArguments(torch.zeros(2, device=device), return_lse=True)
+    out, lse, *_ = flash_attn.forward(q, k, v, None, True, (-1, -1), False, given)
+    rest = given.learnable_sink, None, *Options(0.25, -1, 0), *Features()[2:], True
+    arguments = dout, q, k, v, out, lse, None, None, None, False, *rest
+    torch.library.opcheck(torch.ops.flash_attn.bwd_features.default, arguments)
+
+
+@pytest.mark.parametrize(("dk", "dv", "accumulate"), [("b", "b", True), ("f", "b", False), (None, None, True)])
+def test_the_op_refuses_what_kernels_refuse(dk, dv, accumulate):
+    from flash_attn._reference.attention.options import Options
+
+    q, k, v, dout = (x[:1, :20] for x in BASE.tensors(torch.device("cpu")))
+    out, lse, *_ = flash_attn.forward(q, k, v, None, True, (-1, -1), False, FeatureArguments(return_lse=True))
+    dtypes = {"b": torch.bfloat16, "f": torch.float32}
+    sums = [None if name is None else torch.zeros_like(k, dtype=dtypes[name]) for name in (dk, dv)]
+    with pytest.raises(ValueError, match=r"dk and dv must be float32 with accumulate|dv must have the dtype of dk"):
+        torch.ops.flash_attn.bwd(
+            dout, q, k, v, out, lse, None, None, torch.empty_like(q), *sums, *Options(0.125, -1, 0), accumulate
+        )

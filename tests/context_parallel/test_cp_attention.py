@@ -237,6 +237,12 @@ def check_nothing(group):
             out, lse, *grads = run(plan, causal=True)
             assert out.shape == (1, plan.tokens, 4, 16) and lse.shape == (1, 4, plan.tokens)
             assert all(map(torch.isfinite, [x.sum() for x in (out, lse, *grads)]))
+    for method in ("gather", "ulysses"):  # nor a batch of no rows
+        plan = Plan([16, 8], group, method=method)
+        q, k, v = (torch.randn(0, plan.tokens, 4, 8, requires_grad=True) for _ in range(3))
+        out, lse = cp_attn_func(q, k, v, causal=True, plan=plan, return_lse=True)
+        assert (out.shape, lse.shape) == (q.shape, (0, 4, plan.tokens))
+        assert all(grad.shape == q.shape for grad in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
 def check_again(group):

@@ -1,8 +1,8 @@
 // Attention, forward, for sm_90: the computation of fwd_sm80, with TMA copies and wgmma products.
 //
 // Warp-specialized and persistent: a thread block stays on its SM and processes one tile of query rows after another.
-// Its first one to three warpgroups are consumers with 64 rows of the tile each; the last warpgroup is the producer, of
-// which only warp 0 works where TMA copies. It starts all copies: Q of a tile, then K and V of the n_blocks that its
+// Its first one to three warpgroups are consumers with 64 rows of the tile each; the next one is the producer, of which
+// only warp 0 works where TMA copies. It starts all copies: Q of a tile, then K and V of the n_blocks that its
 // rows see, the last one first. A consumer keeps S, P and O in registers. Its wgmma products run asynchronously; for
 // n_block n it
 //

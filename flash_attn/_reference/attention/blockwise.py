@@ -174,8 +174,8 @@ def bwd_features(
     dbias   = dS before the factor of softcap, summed in fp32 along the dimensions that were broadcast
     """
     batch_layout.require_matching_shapes(q, k, v)
-    dtype = torch.float32 if float_dkv else None
-    dq, (dk, dv) = torch.empty_like(q), [torch.empty_like(x, dtype=dtype) for x in (k, v)]
+    dq = torch.empty_like(q)
+    dk, dv = (x.new_empty(x.shape, dtype=torch.float32) if float_dkv else torch.empty_like(x) for x in (k, v))
     dsink, dbias, bias, sink = q.new_empty(0), q.new_empty(0), features.attn_bias, features.learnable_sink
     total = None
     if bias is not None and wants_dbias:
