@@ -42,9 +42,10 @@ RECIPES = {
 }
 TEXT_BYTES = 25 * 10**7
 VALIDATIONS = 16  # of a run
+LOGGING = 10  # steps from one line of the log to the next
 _COMMON = (
     "trainer.devices=1",
-    "trainer.log_every_n_steps=10",
+    f"trainer.log_every_n_steps={LOGGING}",
     "+trainer.limit_val_batches=24",
     "+trainer.enable_checkpointing=false",
     "callbacks.model_checkpoint=null",
@@ -79,7 +80,7 @@ def main() -> None:
         f"datamodule.tokenizer_name={vocabulary(text, folder) if on_gpu else 'byte'}",
         f"datamodule.num_workers={16 if on_gpu else 0}",
         f"trainer.max_steps={args.steps}",
-        f"__steps_per_validation={max(args.steps // VALIDATIONS, 1)}",
+        f"__steps_per_validation={max(args.steps // VALIDATIONS, 2)}",  # the speed leaves out the first step after one
         *_COMMON,
         *([] if on_gpu else _SMALL),
         *(["datamodule.batch_size=32"] if on_gpu else []),
@@ -103,13 +104,17 @@ def main() -> None:
 def _parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help=f"of {', '.join(RECIPES)} (default: plain modern)")
-    parser.add_argument("--steps", type=int, default=800, help="of the optimizer (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help=f"at least {LOGGING} (default: %(default)s)")
     parser.add_argument("--csv", type=pathlib.Path, default=ROWS / "recipes.csv", help="default: %(default)s")
     args = parser.parse_args()
     args.recipes, args.csv = args.recipes or ["plain", "modern"], args.csv.absolute()
     for name in args.recipes:
         if name not in RECIPES:
             parser.error(f"recipes must be of {', '.join(RECIPES)}, found {name!r}")
+    if len(set(args.recipes)) < len(args.recipes):
+        parser.error(f"recipes must be different, found {' '.join(args.recipes)}")
+    if args.steps < LOGGING:
+        parser.error(f"--steps must be at least {LOGGING}, after which speed and tokens are logged, found {args.steps}")
     return args
 
 

@@ -3,8 +3,10 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 from processes import over_processes
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from src.datamodules.language_modeling_hf import LMDataModule
 from src.optim.muon import Muon
-from src.tasks.seq import SequenceLMModel
+from src.tasks.seq import SequenceLMModel, _scheduler
 from src.train import train
 from src.utils.checkpoint import load_checkpoint
 from training.first_run import unigram_entropy
@@ -44,6 +46,27 @@ def test_what_it_selects(name, steps, batch):
     }
     assert (training.global_batch_size, config.trainer.precision) == (batch, "bf16")
     assert config.datamodule.separate_documents and training.loss_fn == "linear"
+
+
+@pytest.mark.parametrize("name", ["owt/gpt2s-flash", "local/gpt2s", "pile/gpt3s-flash", "pile/gpt3s-flash-rotary-30B"])
+def test_the_schedule_alone(name):
+    """Whatever options an experiment gives for a scheduler of its own."""
+    config = composed(f"experiment={name}", "scheduler=warmdown", "trainer.devices=1")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule, steps = _scheduler(config.train.scheduler, optimizer).lr_lambdas[0], config.trainer.max_steps
+    shares = (0, 0.1, 0.6, 0.8, 1)
+    assert [schedule(int(share * steps)) for share in shares] == pytest.approx([0, 1, 1, 0.5, 0])
+
+
+def test_options_of_another_schedule_are_named(caplog):
+    """And an option that no schedule has is an error."""
+    task = SequenceLMModel(small("scheduler=warmdown"))
+    assert task.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas[0](2) == 1  # of 4 steps
+    names = "lr_min, t_in_epochs, t_initial, warmup_lr_init, warmup_t"
+    assert f"With transformers.get_wsd_schedule, train.scheduler.{names} have no effect" in caplog.text
+    task = SequenceLMModel(small("scheduler=warmdown", "+train.scheduler.num_decay_step=3"))
+    with pytest.raises(InstantiationException, match="num_decay_step"):
+        task.configure_optimizers()
 
 
 def run_of(folder, *overrides):
@@ -158,6 +181,19 @@ def test_tokens_that_are_divided_are_refused(monkeypatch):
         task.step((x, x, torch.tensor([0, 32], dtype=torch.int32)))
 
 
+def test_a_strategy_that_divides_tokens_is_refused_before_the_first_step():
+    class Trainer:
+        class strategy:
+            tensor_parallel_size, context_parallel_size = 1, 2
+
+    task = SequenceLMModel(small("train.loss_fn=linear", "+model.config.use_flash_attn=true"))
+    task._trainer = Trainer
+    task.setup("fit")
+    task._datamodule.separate_documents = True
+    with pytest.raises(ValueError, match="must be false with context_parallel_size above 1, found true"):
+        task.setup("fit")
+
+
 def test_a_tokenizer_without_an_end(tmp_path, monkeypatch):
     for name in ("train", "validation"):
         (tmp_path / f"{name}.txt").write_text("abc" * 90)
@@ -166,6 +202,26 @@ def test_a_tokenizer_without_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr("src.datamodules.tokenizer.ByteTokenizer.eos_token_id", None)
     with pytest.raises(ValueError, match="separate_documents must be False for a tokenizer without an end-of-text"):
         data.setup()
+
+
+def test_tokens_without_ends(tmp_path):
+    """Rows would silently be one document each; ready ids may have ends of their own."""
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.txt").write_text("abc" * 90)
+    options = dict(max_length=4, separate_documents=True, add_eos=False, num_workers=0)
+    says = r"add_eos must be True with separate_documents, .* found False and no token 256 in dataset_name"
+    with pytest.raises(ValueError, match=says):
+        LMDataModule(str(tmp_path), "byte", **options).setup()
+    files = {name: tmp_path / f"{name}.npy" for name in ("train", "validation")}
+    for file in files.values():
+        np.save(file, np.array([1, 2, 256, 3, 4, 5], np.uint16))
+    data = LMDataModule({name: str(file) for name, file in files.items()}, "byte", **options)
+    data.setup()
+    assert next(iter(data.val_dataloader()))[2].tolist() == [0, 2, 4]
+    np.save(files["train"], np.arange(6, dtype=np.uint16))
+    np.save(files["validation"], np.arange(6, dtype=np.uint16))
+    with pytest.raises(ValueError, match="unless the data have end-of-text tokens, found True"):
+        LMDataModule({k: str(v) for k, v in files.items()}, "byte", **(options | {"add_eos": True})).setup()
 
 
 def test_matrices_that_are_divided_are_refused():

@@ -57,11 +57,20 @@ def test_recipes_compose(name):
     )
 
 
-def test_a_recipe_that_is_not_there(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["", "modem"])
+WRONG = {
+    "a name": (["modem"], "recipes must be of plain, fp32, masters, modern, modern-adamw, found 'modem'"),
+    "a name twice": (["plain", "fp32", "plain"], "recipes must be different, found plain fp32 plain"),
+    "steps": (["--steps", "9"], "--steps must be at least 10, after which speed and tokens are logged, found 9"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", *arguments, f"--csv={tmp_path / 'x.csv'}"])
+    monkeypatch.setattr(recipes, "write_python_files", lambda *args: pytest.fail("it began"))
     with pytest.raises(SystemExit):
         recipes.main()
-    assert "recipes must be of plain, fp32, masters, modern, modern-adamw, found 'modem'" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_that_fails_names_its_log(tmp_path, monkeypatch):

@@ -26,6 +26,8 @@ from src.datamodules.resumable import ResumableDataModule
 from src.datamodules.resumable_loader import Position, ResumableLoader, leave_signals_to_the_trainer
 from src.datamodules.tokenizer import load_tokenizer, tokenizer_identity
 
+_CHUNK = 1 << 20  # tokens that are searched at a time
+
 
 class LMDataModule(ResumableDataModule):
     """Sequences (x, y) of a tokenised corpus, int64 (batch, max_length), where y comes one token after x.
@@ -61,7 +63,8 @@ class LMDataModule(ResumableDataModule):
         seed: of the order; by default that of Lightning's seed_everything, else 0.
         loader_workers: processes that read batches.
         separate_documents: tokens shall not see other documents: batches are (x, y, cu_seqlens), as `DocumentCollate`
-            makes them. Needs a tokenizer with an end-of-text token, which stands between documents.
+            makes them. Needs a tokenizer with an end-of-text token, which stands between documents: add_eos puts it
+            there, or ready ids have it.
 
     `prepare_data` may be called in every rank and by several jobs at the same time: one process tokenises while the
     others wait. After `setup` there are `tokenizer`, `vocab_size`, and `dataset_train`, `dataset_val`, `dataset_test`.
@@ -159,6 +162,11 @@ class LMDataModule(ResumableDataModule):
                 "separate_documents must be False for a tokenizer without an end-of-text token, found True for "
                 f"tokenizer_name {self.tokenizer_name}"
             )
+        if self.separate_documents and not any(map(self._has_ends, splits.values())):
+            raise ValueError(
+                "add_eos must be True with separate_documents, unless the data have end-of-text tokens, found "
+                f"{self.add_eos} and no token {self.tokenizer.eos_token_id} in dataset_name {self.dataset_name}"
+            )
         datasets = {split: LMDataset(tokens, self.max_length) for split, tokens in splits.items()}
         for split, dataset in datasets.items():
             if not len(dataset):
@@ -168,6 +176,11 @@ class LMDataModule(ResumableDataModule):
                 )
         self.dataset_train, self.dataset_val = datasets["train"], datasets["validation"]
         self.dataset_test = datasets["test"]
+
+    def _has_ends(self, tokens: np.ndarray) -> bool:
+        """Whether the end-of-text token is among tokens, which are read up to the first one."""
+        chunks = (tokens[i : i + _CHUNK] for i in range(0, len(tokens), _CHUNK))
+        return any((chunk == self.tokenizer.eos_token_id).any() for chunk in chunks)
 
     def process_dataset(self) -> tuple[dict[str, np.ndarray], Any]:
         """The token ids of "train", "validation" and "test", as memory maps, and the tokenizer."""

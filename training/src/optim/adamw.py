@@ -31,6 +31,8 @@ class AdamW(torch.optim.AdamW):
     Arguments are those of torch.optim.AdamW. With fused=False it is the same as that.
     """
 
+    _OPTIONS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay")  # that groups of a state must have
+
     def __init__(
         self,
         params: ParamsT,
@@ -44,6 +46,27 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused, **kwargs)
         self._step_supports_amp_scaling = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer. Raises ValueError for a state of another one, with which the next step would fail."""
+        own, saved = self.param_groups, state_dict["param_groups"]
+        sizes, found = ([len(group["params"]) for group in groups] for groups in (own, saved))
+        if sizes != found:
+            raise self._other(f"groups of {sizes} parameters", f"groups of {found} parameters")
+        for i, (group, other) in enumerate(zip(own, saved)):
+            missing = [name for name in self._OPTIONS if name not in other]
+            if missing:
+                raise self._other(f"groups with {', '.join(self._OPTIONS)}", f"group {i} without {', '.join(missing)}")
+            expected, orthogonalized = (bool(each.get("orthogonalize")) for each in (group, other))
+            if expected != orthogonalized:  # a matrix of Muon has no state of AdamW
+                raise self._other(f"orthogonalize={expected}", f"group {i} with orthogonalize={orthogonalized}")
+        super().load_state_dict(state_dict)
+
+    def _other(self, expected, found):
+        return ValueError(
+            f"optimizer must be the one that the state is of, expected {expected} for {type(self).__name__}, "
+            f"found {found}"
+        )
 
 
 class MasterAdamW(AdamW):

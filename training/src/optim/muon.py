@@ -33,8 +33,9 @@ class Muon(MasterAdamW):
     of rows of the matrices that each of its parameters has below each other, such as those of queries, keys and values:
     each is orthogonalised by itself.
 
-    torch.optim.Muon computes the same with adjust_lr_fn="match_rms_adamw", for matrices alone and one by one. Here all
-    matrices of a size are computed together, in about a twentieth of the kernels.
+    torch.optim.Muon computes the same with adjust_lr_fn="match_rms_adamw", for matrices alone and one by one. Here the
+    matrices of a size in a group are computed together, as far as they are in one bucket of _BUCKET elements, in about
+    a twentieth of the kernels.
 
     Weights in 16 bits have masters in float32, as with MasterAdamW. Of matrices that FSDP divides over processes each
     process gathers the momentum, in bf16, and computes all of the step. A matrix of which a process has only a part
@@ -55,6 +56,8 @@ class Muon(MasterAdamW):
     >>> model(torch.randn(4, 8)).square().sum().backward()
     >>> optimizer.step()
     """
+
+    _OPTIONS = (*MasterAdamW._OPTIONS, "orthogonalize", "stacked", "momentum", "nesterov", "ns_steps")
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from flash_attn.ops.layer_norm import DropoutAddLayerNorm
 from src.models.modules.seq_common import PositionalEncoding
 
 _EMBEDDINGS = (nn.Embedding, PositionalEncoding)
+_BESIDE_EMBEDDINGS = ("project_in", "project_out")
 _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase, nn.LocalResponseNorm, nn.RMSNorm, DropoutAddLayerNorm)
 
 
@@ -55,9 +56,11 @@ def group_parameters_for_optimizer(
             optimizer_cfg (muP, arXiv:2203.03466). By default the option is kept in the group and has no effect.
         orthogonalize: give weights of linear layers the option orthogonalize=True, except that of the output layer,
             which `model.get_output_embeddings()` is; and where queries, keys and values, or a value and its gate, are
-            rows of one weight, `stacked`, the numbers of these rows.
+            rows of one weight, `stacked`, the numbers of these rows. Projections between narrow embeddings and the
+            layers, project_in and project_out, are as little hidden as embeddings, and are left to AdamW with them.
 
-    Raises ValueError if apply_lr_multiplier is set and optimizer_cfg has no learning rate.
+    Raises ValueError if apply_lr_multiplier is set and optimizer_cfg has no learning rate, and if orthogonalize is set
+    and the model does not say which its output layer is, as one of images.
     """
     weight_decay = _weight_decay(optimizer_cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -111,11 +114,18 @@ def _special(named, optimizer_cfg, apply_lr_multiplier):
 
 def _with_matrices_apart(model, names_of):
     """(names, options) where the matrices of the layers are in groups of their own."""
-    head = _call(model, "get_output_embeddings")
+    head = _call(model, "get_output_embeddings") or None
+    if head is None:
+        raise ValueError(
+            "orthogonalize (optimizer=muon) must be False for a model whose get_output_embeddings() gives no output "
+            f"layer, found True for {type(model).__name__}, whose output layer would be orthogonalised as well"
+        )
     rows_of = {
         f"{prefix}.weight".lstrip("."): _stacked_rows(model.get_submodule(prefix.rpartition(".")[0]), prefix)
         for prefix, module in model.named_modules()
-        if isinstance(module, nn.Linear) and (not head or module.weight is not head.weight)
+        if isinstance(module, nn.Linear)
+        and module.weight is not head.weight
+        and prefix.rpartition(".")[2] not in _BESIDE_EMBEDDINGS
     }
     divided = []
     for names, options in names_of:

@@ -1,15 +1,17 @@
 """What is trained: models of sequences, their loss, and what is logged."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torchmetrics import MetricCollection
+from transformers import get_linear_schedule_with_warmup
 
 from flash_attn.context_parallel import Plan
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
@@ -23,6 +25,7 @@ from src.metrics.loss import MeanLoss
 from src.metrics.num_tokens import NumTokens
 from src.metrics.perplexity import Perplexity
 from src.optim.param_grouping import group_parameters_for_optimizer
+from src.optim.timm_lr_scheduler import TimmCosineLRScheduler
 from src.utils import resolvers, utils
 from src.utils.checkpoint import load_checkpoint
 from src.utils.distributed import tensor_parallel_size
@@ -33,7 +36,9 @@ log = utils.get_logger(__name__)
 # Losses that train.loss_fn may name; null is the first.
 LOSSES = {"torch": torch.nn.CrossEntropyLoss, "fused": CrossEntropyLoss, "linear": LinearCrossEntropyLoss}
 _EXPECTED = "expected_gradient"  # of the loss, in a checkpoint
+_SCHEDULERS = (TimmCosineLRScheduler, get_linear_schedule_with_warmup)  # which experiments give options for
 _WITHOUT_LOGITS = (MeanLoss, NumTokens, Perplexity)
+_DIVIDED_DOCUMENTS = "datamodule.separate_documents must be false with context_parallel_size above 1, found true"
 
 
 class SequenceModel(L.LightningModule):
@@ -215,7 +220,7 @@ class SequenceModel(L.LightningModule):
         return {
             "optimizer": optimizer,
             "lr_scheduler": {
-                "scheduler": instantiate(train.scheduler, optimizer, _convert_="all"),
+                "scheduler": _scheduler(train.scheduler, optimizer),
                 "interval": train.get("scheduler_interval", "step"),
                 "monitor": train.get("scheduler_monitor", "val/loss"),
             },
@@ -267,6 +272,12 @@ class SequenceLMModel(SequenceModel):
                     f"{type(self.model).__name__}"
                 )
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        divided = getattr(self.trainer.strategy, "context_parallel_size", 1) > 1
+        if divided and getattr(self._datamodule, "separate_documents", False):
+            raise ValueError(_DIVIDED_DOCUMENTS)
+
     def instantiate_metrics(self) -> None:
         super().instantiate_metrics()
         if not any(isinstance(f, LinearCrossEntropyLoss) for f in (self.loss_fn, self.loss_fn_val)):
@@ -296,15 +307,29 @@ class SequenceLMModel(SequenceModel):
         plan, options = self.plan_of(x), dict(cu_seqlens=cu_seqlens[0]) if cu_seqlens else {}
         if plan is not None:
             if cu_seqlens:
-                raise ValueError(
-                    "datamodule.separate_documents must be false with context_parallel_size above 1, found true"
-                )
+                raise ValueError(_DIVIDED_DOCUMENTS)
             x, y, options = plan.shard(x), plan.shard(y, fill=-100), dict(cp_plan=plan)
         targets = y.flatten()
         if isinstance(loss_fn, LinearCrossEntropyLoss):
             return self(x, shift_labels=y, loss_fn=loss_fn, **options).loss, None, targets
         logits = self(x, **options).logits.flatten(0, -2)
         return loss_fn(logits, targets), logits, targets
+
+
+def _scheduler(config, optimizer):
+    """The scheduler that a configuration describes.
+
+    An experiment gives options for a scheduler of its own, and they stay where the command line selects another one.
+    Those of ours that it does not take are left out; any other is still an error.
+    """
+    taken = inspect.signature(get_object(config["_target_"])).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        others = {name for each in _SCHEDULERS for name in inspect.signature(each).parameters}
+        left_out = sorted((others & set(config)) - set(taken))
+        if left_out:
+            log.warning("With %s, train.scheduler.%s have no effect", config["_target_"], ", ".join(left_out))
+            config = {name: value for name, value in config.items() if name not in left_out}
+    return instantiate(config, optimizer, _convert_="all")
 
 
 def _loss(config):

@@ -67,8 +67,9 @@ def train_flops_per_token(model: nn.Module, seqlen: int) -> float:
     6 for each weight of a matrix product, the head of a language model included, and 12 * layers * seqlen * width for
     attention. That is Megatron's formula (arXiv:2104.04473) without its factor for recomputation, for layers of any
     shape. Norms, activations and the softmax are not counted; attention counts as if there were no causal mask, so a
-    window of our decoder counts twice, and no more than seqlen. For a tensor parallel model, it is the share of this
-    process.
+    window of our decoder counts twice, and no more than seqlen. Windows count, documents do not: with
+    datamodule.separate_documents attention computes less than this, and what is made of it, such as time/mfu, is too
+    high by that. For a tensor parallel model, it is the share of this process.
 
     Arguments:
         model: has a `config` with the layers and width of attention, under the names of GPT2Config or LlamaConfig.

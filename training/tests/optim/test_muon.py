@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from flash_attn.models.gpt import GPTLMHeadModel
+from flash_attn.models.vit import VisionTransformer
+from src.optim.adamw import AdamW, MasterAdamW
 from src.optim.muon import Muon, orthogonalized
 from src.optim.param_grouping import group_parameters_for_optimizer
 from training.tests.optim.test_optimizer_configs import config
@@ -169,6 +171,24 @@ def test_the_head_of_transformers_is_not():
     assert sum(group["orthogonalize"] for group in found.values()) == 7
 
 
+def test_projections_beside_the_embeddings_are_not():
+    found = grouped(GPTLMHeadModel(GPT2Config(**SMALL, word_embed_proj_dim=8)), 0.1)
+    outside = [name for name, group in found.items() if not group["orthogonalize"]]
+    assert {"transformer.embeddings.project_in.weight", "project_out.weight"} <= set(outside)
+    assert sum(group["orthogonalize"] for group in found.values()) == 8
+
+
+def vit():
+    return VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3)
+
+
+@pytest.mark.parametrize("model", [vit, lambda: torch.nn.Linear(4, 4)], ids=["VisionTransformer", "Linear"])
+def test_models_that_do_not_say_which_their_output_layer_is(model, request):
+    says = rf"orthogonalize \(optimizer=muon\) must be False for a model .* found True for {request.node.callspec.id}"
+    with pytest.raises(ValueError, match=says):
+        grouped(model(), 0.1)
+
+
 def grouped(model, weight_decay):
     """{parameter: its group}"""
     train = config("optimizer", "muon", lr=1e-2, weight_decay=weight_decay)
@@ -197,6 +217,30 @@ WRONG = {
 def test_wrong_arguments(params, options, message):
     with pytest.raises(ValueError, match=message):
         Muon(params, **options)
+
+
+def of(optimizer, *options):
+    return optimizer([{"params": [torch.nn.Parameter(torch.ones(3, 2))], **each} for each in options])
+
+
+ORTHOGONALIZED, PLAIN = {"orthogonalize": True}, {}
+STATES = {  # an optimizer, one whose state it must not take, and what that has
+    "of AdamW": (of(Muon, ORTHOGONALIZED), of(torch.optim.AdamW, PLAIN), "group 0 without orthogonalize"),
+    "of SGD": (of(MasterAdamW, PLAIN), of(torch.optim.SGD, PLAIN), "group 0 without betas, eps"),
+    "of Muon": (of(AdamW, PLAIN), of(Muon, ORTHOGONALIZED), "group 0 with orthogonalize=True"),
+    "other matrices": (
+        of(Muon, ORTHOGONALIZED, PLAIN),
+        of(Muon, PLAIN, ORTHOGONALIZED),
+        "group 0 with orthogonalize=False",
+    ),
+    "other groups": (of(Muon, ORTHOGONALIZED), of(torch.optim.AdamW, PLAIN, PLAIN), r"groups of \[1, 1\] parameters"),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "other", "found"), STATES.values(), ids=STATES)
+def test_states_of_other_optimizers(optimizer, other, found):
+    with pytest.raises(ValueError, match=rf"optimizer must be the one that the state is of, .* found {found}"):
+        optimizer.load_state_dict(other.state_dict())
 
 
 def test_layers_that_are_no_linear_layers_say_what_is_missing():

@@ -63,6 +63,7 @@ def test_optimizer(name, group_of_one):
         pytest.importorskip("timm")
     train = config("optimizer", name, lr=1e-2, weight_decay=0.01)
     model, loss = model_and_loss()
+    model.get_output_embeddings = lambda: model[-1]
     groups = group_parameters_for_optimizer(model, train.optimizer, **train.get("optimizer_param_grouping", {}))
     optimizer = instantiate(train.optimizer, groups)
     before = loss().item()
