@@ -45,6 +45,7 @@ def group(tmp_path_factory):
     file = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     yield dist.group.WORLD
+    made.cache_clear()  # modules hold the group, and a process may come back to this file
     dist.destroy_process_group()
 
 
