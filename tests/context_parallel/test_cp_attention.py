@@ -177,7 +177,7 @@ def check_streams(group):
     same = dict(method="gather", padding=None, softcap=0.0, sink=False, batch=1, granularity=128, dtype=torch.bfloat16)
     for limit in (2**30, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("flash_attn.context_parallel._attention._ALL_AT_ONCE", limit)
+            patch.setattr("flash_attn.context_parallel._attention.ALL_AT_ONCE", limit)
             for seqlens, layout in (([4096], "zigzag"), ([3000, 1000], "balanced"), ([4096], "contiguous")):
                 for mask, head_groups in (("causal", 8), ("causal", 2), ("window", 4)):
                     case = dict(seqlens=seqlens, layout=layout, mask=mask, head_groups=head_groups, heads=(16, 8))
@@ -252,7 +252,7 @@ def check_again(group):
         plans = [Plan(seqlens, group, granularity=1, head_groups=n) for n in (1, 1, 2, 4)]
         first, *others = (run(plan, **options) for plan in plans)
         with pytest.MonkeyPatch.context() as patch:  # and with the memory of two groups
-            patch.setattr("flash_attn.context_parallel._attention._ALL_AT_ONCE", 0)
+            patch.setattr("flash_attn.context_parallel._attention.ALL_AT_ONCE", 0)
             others += [run(plan, **options) for plan in plans[2:]]
         for other in others:
             assert all(map(torch.equal, first, other))
