@@ -133,7 +133,7 @@ class ZigzagExchange:
         self.seen_by_head = slice(world_size * chunk, (world_size + rank + 1) * chunk)
 
     def _parts(self, x):
-        """Those of the tails of all ranks, the heads of all ranks, and the tail of this rank."""
+        """Cut a buffer into its three parts: tails of all ranks, heads of all ranks, the tail of this rank again."""
         return x.split([self._world * self._chunk, self._world * self._chunk, self._chunk])
 
     def fetch(self, x: Tensor) -> Callable[[], Tensor]:

@@ -563,7 +563,7 @@ class Plan:
 
 # What "ulysses" may send, as a multiple of what "gather" sends, and still be the faster one: it is sent in fewer
 # pieces, for longer calls of attention. On two and four H100s of one host it was faster at multiples of 0.8 to 2.9, and
-# slower at 5.2 to 80 (benchmarks/results/context_parallel.csv).
+# slower at 5.2 to 80 (benchmarks/results/context_parallel.csv), with "gather" as it was when it moved more bytes.
 _MOST_SENT = 4.0
 
 
@@ -625,7 +625,7 @@ def _lengths(entries, batch, device):
 
 
 def _calls(heads, heads_k, window_size):
-    """What is known of the calls of attention, which count as causal: heads, heads_k, window."""
+    """Check what a plan is told of the calls to come. Returns (heads, heads_k, window), of calls that are causal."""
     window = _window(True, window_size)
     if heads is None:
         if heads_k is not None:

@@ -84,7 +84,7 @@ def test_what_modules_refuse():
 
 @pytest.mark.parametrize("name, part", [("zigzag", [1, 6]), ("strip", [1, 5])])
 def test_parts_of_other_groups_are_in_order_of_the_ranks(name, part, monkeypatch):
-    """Those of a mesh with another degree of ulysses go by its places."""
+    """`set_seq_parallel_pg` has put ranks in another order, but for a mesh of other degrees than are asked for here."""
     monkeypatch.setattr(names, "_GROUPS", dict(places=[0, 2, 1, 3], ulysses=2))
     extract, x = names.EXTRACT_FUNC_DICT[name], torch.arange(8)[None]
     assert extract(x, 1, 4, rd=4, ud=1).flatten().tolist() == part

@@ -116,7 +116,7 @@ def test_launches_compute_the_mask(layout):
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_even_zigzag_needs_no_copies(world_size):
-    """Of what an all-gather of heads and one of tails bring, a launch sees a slice, with its own rows at the end."""
+    """Each launch reads one slice of the gathered keys, which ends with the keys of its own rows."""
     for plan in plans(4 * world_size, world_size, granularity=1):
         schedule = plan.schedule((-1, 0), 0, 1, torch.device("cpu"))
         heads, tails = (torch.arange(2 * world_size * 2).view(2, -1, 2)[i] for i in (0, 1))

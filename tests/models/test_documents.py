@@ -119,7 +119,7 @@ def test_same_bits_in_any_batch(device):
 
 
 def test_decoding_with_a_cache(device):
-    """Of a model with norms of heads, windows in some layers and soft caps, token by token."""
+    """A model with QK norm, windows in some layers and soft caps decodes token by token what it computes at once."""
     model, x, _ = packed("modern, fused", OVER_ROWS, device)
     model.eval()
     expected, params = model(x).logits, InferenceParams(12, 2)

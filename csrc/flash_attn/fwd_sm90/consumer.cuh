@@ -64,8 +64,8 @@ struct WarpgroupOrder {
   }
 };
 
-// What a warp reads of a stage of K beside K: in instances of kBiased its rows of the bias, in those of kDropped its
-// bits of dropout.
+// What comes with each block of K, of which a warp reads its own part: the bias of its rows (kBiased), or the bits that
+// say which of its elements dropout drops (kDropped).
 template <typename Config>
 struct BesideKeysOf {
   struct type {};
