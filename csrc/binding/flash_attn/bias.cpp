@@ -40,7 +40,7 @@ bool is_in_groups(const Tensor& bias, int group, int element_bytes) {
 // target = log(mask): 0 for a key that is seen, -inf for the others.
 void log_out(Tensor& target, const Tensor& mask) {
   std::array stack{torch::stable::detail::from(mask), torch::stable::detail::from(target)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::log", "out", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::log", "out", stack.data(), TORCH_ABI_VERSION));
   target = torch::stable::detail::to<Tensor>(stack[0]);
 }
 
