@@ -138,7 +138,7 @@ SIGNATURES = {
             "deterministic=False, return_attn_probs=False, block_table=None, "
             "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
             "seqused_k=None, return_lse=False, return_max_logit=False, out=None, return_softmax_lse=False, "
-            "num_splits=0, scheduler_metadata=None, qv=None, q_v=None"
+            "num_splits=0, scheduler_metadata=None, qv=None, q_v=None, q_descale=None, k_descale=None, v_descale=None"
         ),
         "flash_attn_varlen_kvpacked_func": (
             "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
@@ -159,7 +159,7 @@ SIGNATURES = {
             "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
             "return_softmax_lse=False, *, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, "
             "return_max_logit=False, cu_seqlens_q=None, max_seqlen_q=None, out=None, scheduler_metadata=None, qv=None, "
-            "q_v=None"
+            "q_v=None, q_descale=None, k_descale=None, v_descale=None"
         ),
         "get_scheduler_metadata": (
             "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
