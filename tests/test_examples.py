@@ -126,7 +126,8 @@ def test_serving(tmp_path):
     )
     assert "tokens per second" in printed and "of 4 requests have the tokens" in printed
     assert path.read_bytes().startswith(b"\x89PNG")
-    printed = _run("serving.py", *model, "--requests", "1", "--length", "1", "--budget", "1", "--out", str(path))
+    one = ["--requests", "1", "--length", "1", "--budget", "1", "--float8"]
+    printed = _run("serving.py", *model, *one, "--out", str(path))
     assert printed.startswith("1 requests, 1 tokens") and "first token after" in printed and "one every" not in printed
 
 
