@@ -2,9 +2,8 @@
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, causality and lengths of each
 entry, and scales of keys and values in float8; and, seen from the inputs, head dims beyond those of the other ops, and
-keys and values in float8. The ops take all of them together, and
-all options of the ops without features. `beyond_kernels` says which calls no kernel takes: these run in plain torch on
-every device.
+keys and values in float8. The ops take all of them together, and all options of the ops without features.
+`beyond_kernels` says which calls no kernel takes: these run in plain torch on every device.
 """
 
 from collections.abc import Sequence

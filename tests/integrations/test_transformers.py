@@ -739,7 +739,7 @@ def test_attention_over_a_cache_in_float8(mask, device):
         door.attention(torch.nn.Module(), query, key, value, None, dropout=0.5)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_generation_from_a_cache_in_float8(name, device):
     """Greedy, the tokens of each sequence alone; logits near those of a cache in 16 bits; and beams, which move."""
     model = model_of(name, device).to(torch.bfloat16)
@@ -748,7 +748,7 @@ def test_generation_from_a_cache_in_float8(name, device):
     with torch.no_grad():
         near = [model(prompts, past_key_values=cache).logits for cache in (None, door.float8_cache())]
     assert torch.cosine_similarity(*(x.float().flatten(0, 1) for x in near)).mean() > 0.99
-    more = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, disable_compile=True)
+    more = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, disable_compile=True)
     tokens = model.generate(prompts, **more, past_key_values=door.float8_cache())
     alone = [model.generate(prompt[None], **more, past_key_values=door.float8_cache()) for prompt in prompts]
     assert torch.equal(tokens, torch.cat(alone))
