@@ -1,9 +1,9 @@
 """Attention with more features than flash-attn 2.8 has: the checks of their arguments, and the ops that compute them.
 
-The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
-each entry; and, seen from the shapes, head dims beyond those of the other ops. The ops take all of them together, and
-all options of the ops without features. `beyond_kernels` says which calls no kernel takes: these run in plain torch on
-every device.
+The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, causality and lengths of each
+entry, and scales of keys and values in float8; and, seen from the inputs, head dims beyond those of the other ops, and
+keys and values in float8. The ops take all of them together, and all options of the ops without features.
+`beyond_kernels` says which calls no kernel takes: these run in plain torch on every device.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,12 @@ from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import autograd, checks, flops, invariance, schema, sharding
 from flash_attn._reference import attention as reference
-from flash_attn._reference.attention import differentiable
+from flash_attn._reference.attention import differentiable, float8
 from flash_attn._reference.attention.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT8, LARGEST_FLOAT8 = float8.DTYPE, float8.LARGEST  # of keys and values beside queries of 16 bits
+encoded = float8.encoded
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
 BIAS_DTYPES = (*SINK_DTYPES, torch.float64, torch.bool)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
@@ -38,23 +40,26 @@ class FeatureArguments(NamedTuple):
     seqused_k: Any = None
     return_lse: Any = False
     return_max_logit: Any = False
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
     def any_given(self) -> bool:
         """Whether any of these is not its default. Every call asks, so this is fast, and torch.compile can trace it."""
-        sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = self
-        no_tensors = sink is bias is ranges is seqused_q is seqused_k is None
+        sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit, q_descale, k_descale, v_descale = self
+        no_tensors = sink is bias is ranges is seqused_q is seqused_k is q_descale is k_descale is v_descale is None
         return not (no_tensors and lse is max_logit is False and type(chunk) is int and chunk == 0)
 
 
 def checked(
-    given: FeatureArguments, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool
+    given: FeatureArguments, causal: object, q: Tensor, k: Tensor, batch: int, max_seqlen_k: Any, varlen: bool
 ) -> Features:
     """Check the arguments, except seqused_k, and return them as the ops take them.
 
-    causal: only a tensor is checked here. max_seqlen_k: the number of keys of a dense batch; for packed tokens, the
-    bound that the caller gave, which is used if it is an int.
+    causal: only a tensor is checked here. q: as `in_16_bits` returns it. max_seqlen_k: the number of keys of a dense
+    batch; for packed tokens, the bound that the caller gave, which is used if it is an int.
     """
-    sink, bias, ranges, chunk, seqused_q, _, lse, max_logit = given
+    sink, bias, ranges, chunk, seqused_q, _, lse, max_logit, *_ = given
     heads, rows = q.shape[-2], q.shape[-3]
     checks.flags(return_lse=lse, return_max_logit=max_logit)
     invariance.refuse_unkept(return_max_logit=bool(max_logit))
@@ -75,7 +80,8 @@ def checked(
         if entries.dim() == 0:
             checks.flag("causal", entries, "a bool or a tensor (batch,)")
         checks.tensor("causal", entries, dtypes=(torch.bool, torch.int32), shape=(batch,), device=q.device)
-    return Features(sink, bias, ranges, chunk, entries, seqused_q, bool(max_logit))
+    k_descale, v_descale = _descales(given, k, batch)
+    return Features(sink, bias, ranges, chunk, entries, seqused_q, bool(max_logit), k_descale, v_descale)
 
 
 def _dense_bias(bias, q, whole):
@@ -149,6 +155,67 @@ def _broadcasts(shape, whole):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Keys and values in float8
+
+
+def in_16_bits(q: Tensor, k: Tensor, given: FeatureArguments, *others: Tensor | None) -> Tensor:
+    """Returns queries in float8 beside keys in float8 as the ops take them, in 16 bits; other queries as they are.
+
+    others: tensors of the call, or None, that must have the dtype of the queries: the first one decides on it.
+    """
+    if getattr(k, "dtype", None) is not FLOAT8:
+        return q
+    if getattr(q, "dtype", None) is not FLOAT8:
+        if given.q_descale is not None:
+            found = getattr(q, "dtype", type(q).__name__)
+            raise ArgumentError(f"q_descale must be None unless q has dtype {FLOAT8}, found one for a q of {found}")
+        return q
+    dtypes = [x.dtype for x in others if isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES]
+    return q.to(dtypes[0] if dtypes else torch.bfloat16)
+
+
+def _descales(given, k, batch):
+    """Check the scales of float8. Returns those of keys, which include that of queries, and of values, for the ops."""
+    if k.dtype is not FLOAT8:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            if getattr(given, name) is not None:
+                raise ArgumentError(f"{name} must be None unless keys and values have dtype {FLOAT8}, found {k.dtype}")
+        return None, None
+    shape = batch, k.shape[-2]
+    q_descale = _descale("q_descale", given.q_descale, shape, k.device)
+    k_descale = _descale("k_descale", given.k_descale, shape, k.device)
+    if q_descale is not None:
+        k_descale = q_descale if k_descale is None else q_descale * k_descale
+    return k_descale, _descale("v_descale", given.v_descale, shape, k.device)
+
+
+def _descale(name, descale, shape, device):
+    """Returns a scale as float32 (batch, heads_k), expanded, or None for 1."""
+    if descale is None:
+        return None
+    if not isinstance(descale, Tensor):
+        descale = checks.as_float(name, descale)
+        checks.number(name, descale, descale >= 0, "at least 0")
+        return None if descale == 1 else torch.full((), descale, dtype=torch.float32, device=device).expand(shape)
+    checks.tensor(name, descale, dtypes=(torch.float32,), device=device)
+    if descale.shape != shape:  # engines pass it expanded, for which this is the shorter way
+        checks.broadcasts(name, descale, shape)
+        descale = descale.expand(shape)
+    if descale.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{name} must not require grad, found requires_grad=True: scales have no gradient here")
+    return descale
+
+
+def refuse_gradients_of_float8(k: Tensor) -> None:
+    """Raise for keys in float8 where a derivative is wanted."""
+    if k.dtype is FLOAT8:
+        raise NotImplementedError(
+            f"k must not have dtype {FLOAT8} where a gradient or a tangent is wanted: a cache in float8 has none. Call "
+            "under torch.no_grad()"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The ops
 
 
@@ -179,8 +246,10 @@ def _beyond_head_dims(q, v, most):
 
 def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
     """Returns what in a call the kernels cannot compute, as a warning names it; empty if they can compute all."""
-    _, bias, ranges, _, causal, seqused_q, _ = features
+    _, bias, ranges, _, causal, seqused_q, *_ = features
     causes = []
+    if v.dtype is FLOAT8:
+        causes.append(f"keys and values of dtype {FLOAT8}")
     if bias is not None and bias.dtype not in (q.dtype, torch.float32, torch.bool):
         causes.append(f"attn_bias of dtype {bias.dtype}")
     if bias is not None and bias.shape[-1] == 1:
@@ -356,6 +425,7 @@ def composed(
 
 
 def _fwd_composite(q, k, v, sink, bias, *arguments):
+    refuse_gradients_of_float8(k)
     options, features = _split(sink, bias, arguments, Options)
     out, lse, row_max, lse_lo = composed(q, k, v, options, features)
     return out, lse, row_max if features.row_max else lse.new_empty(0), lse.new_empty(0) if bias is None else lse_lo
@@ -401,6 +471,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
+        refuse_gradients_of_float8(k)
         out, kept, lse, (row_max, lse_lo) = with_kept_out(fwd_features, (q, k, v), (sink, bias), arguments)
         _keep(ctx, (q, k, v, sink, bias, *kept, lse, None if bias is None else lse_lo), arguments)
         ctx.mark_non_differentiable(row_max, lse_lo)
