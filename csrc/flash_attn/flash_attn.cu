@@ -9,6 +9,7 @@
 #include "common/environment.h"
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/cache/append.cuh"
+#include "flash_attn/cache/widen.cuh"
 #include "flash_attn/dispatch.h"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd/kernels.h"
@@ -141,9 +142,11 @@ void dmask(const DmaskParams& p, cudaStream_t stream) {
 }
 
 void append(const AppendParams& p, cudaStream_t stream) {
-  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.problem.dtype,
+  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype,
                                                     [&](auto kDType) { run_append<element_t<kDType>>(p, stream); });
 }
+
+void widen(const WidenParams& p, cudaStream_t stream) { run_widen(p, stream); }
 
 void ranges(const RangesParams& p, cudaStream_t stream) { run_ranges(p, stream); }
 

@@ -115,7 +115,7 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps,
   auto* rings = &shared_memory<DecodeRing<Config>>();
   Output<Config> o;
   o.fill(0);
-  Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
+  Softmax<Config> softmax = softmax_of<Config>(p.problem, work.tile);
   if (!work.n_blocks.empty()) mainloop<Config>(p, work, rings, o, softmax);
 
   // Epilogue: the results of the warps are merged and, if there are several splits, those of the splits.

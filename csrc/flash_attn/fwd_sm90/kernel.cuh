@@ -113,7 +113,7 @@ void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
   }
   const LaunchShape shape{.grid = dim3(p.plan.blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(Shared)};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
-  if (p.plan.slots.count > 0) merge_pieces<T, kHeadDimV>({p, score_scale_log2<kFeatures>(problem)}, stream);
+  if (p.plan.slots.count > 0) merge_pieces<T, kFeatures, kHeadDimV>(p, stream);
 }
 
 }  // namespace flash::flash_attn
