@@ -21,7 +21,8 @@ from flash_attn._reference.attention import differentiable, float8
 from flash_attn._reference.attention.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-FLOAT8 = float8.DTYPE  # of keys and values beside queries of 16 bits
+FLOAT8, LARGEST_FLOAT8 = float8.DTYPE, float8.LARGEST  # of keys and values beside queries of 16 bits
+encoded = float8.encoded
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
 BIAS_DTYPES = (*SINK_DTYPES, torch.float64, torch.bool)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values

@@ -200,9 +200,11 @@ SIGNATURES = {
         "entropy": (
             "q, k, *, softmax_scale=None, causal=False, window_size=(-1, -1), key_ranges=None, attention_chunk=0"
         ),
+        "float8_descale": "x, *, per_head=True",
         "merge_attn_states": "out, lse, out_a, lse_a, out_b, lse_b, *, heads_first=None",
         "row_max": "q, k, **options",
         "row_max_and_sum": "q, k, **options",
+        "to_float8": "x, descale=1.0",
         "weights": "q, k, softmax_lse=None, **options",
     },
     "flash_attn.integrations.diffusers": {
