@@ -50,6 +50,10 @@ template <typename T, int kHeadDim, Features kFeatures, int>
 auto fwd_instance(const DecodePlan&) {
   return run_decode<T, kHeadDim, kFeatures>;
 }
+template <typename T, int kHeadDim, Features kFeatures, int>
+auto fwd_instance(const CodedDecodePlan&) {
+  return run_decode_coded<T, kHeadDim, kFeatures>;
+}
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto fwd_instance(const FwdSm90Plan& plan) {
   if constexpr (has_wide_tile(kHeadDim, kFeatures)) {

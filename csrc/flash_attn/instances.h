@@ -28,6 +28,9 @@ template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_decode(const DecodeParams& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>
+[[gnu::weak]] void run_decode_coded(const DecodeParams& p, cudaStream_t stream);
+
+template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_bwd(const BwdSm80Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV = kHeadDim>

@@ -92,6 +92,8 @@ __device__ inline uint2 widen_e4m3(uint32_t codes) {
   return wide;
 }
 
+__device__ inline uint32_t swap_middle_bytes(uint32_t x) { return __byte_perm(x, 0, 0x3120); }
+
 // Rounds to the nearest code (e4m3), ties to even; what is larger than 448 becomes 448, and NaN stays NaN.
 __device__ inline uint8_t narrow_e4m3(float x) {
 #if __CUDA_ARCH__ >= 890

@@ -237,7 +237,8 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   std::optional<Widened> widened;
   if (p.coded) {
     if (append != nullptr) p.q = append_apart(*std::exchange(append, nullptr), q);
-    widened = widen(p, call, q);
+    p.aligned = all_aligned(p);
+    if (!reads_codes(p, hints)) widened = widen(p, call, q);
     p.aligned = all_aligned(p);
   }
   place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));

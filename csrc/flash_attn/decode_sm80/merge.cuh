@@ -15,6 +15,7 @@
 #include "flash_attn/scores/softmax.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
+#include "tile/codes.cuh"
 #include "tile/vec.cuh"
 
 namespace flash::flash_attn {
@@ -75,9 +76,15 @@ __device__ void store_in_ring(DecodeRing<Config>& ring, const Output<Config>& o,
   for (int r = 0; r < o.kLaneRows; ++r) {
     if (8 * r >= num_rows) break;
     if (lane_id() % 4 == 0) ring.result.states[o.row(r)] = {softmax.max[r], softmax.sum[r]};
+    float* out = ring.result.out[o.row(r)];
 #pragma unroll
-    for (int c = 0; c < o.kLaneCols; c += 2) {
-      *reinterpret_cast<float2*>(&ring.result.out[o.row(r)][o.col(c)]) = {o(r, c), o(r, c + 1)};
+    for (int c = 0; c < o.kLaneCols; c += 2 * Config::kUnit) {
+      if constexpr (Config::kCoded) {  // the order of columns in tile/codes.cuh
+        const float4 columns = {o(r, c), o(r, c + 2), o(r, c + 1), o(r, c + 3)};
+        *reinterpret_cast<float4*>(out + 4 * c + own_column()) = columns;
+      } else {
+        *reinterpret_cast<float2*>(out + o.col(c)) = {o(r, c), o(r, c + 1)};
+      }
     }
   }
 }

@@ -11,6 +11,7 @@ namespace flash::flash_attn {
 
 struct FwdSm80Kernel;  // fwd/kernels.h says what they can do
 struct DecodeKernel;
+struct CodedDecodeKernel;
 struct FwdSm90Kernel;
 struct ServingKernel;
 struct InvariantKernel;
@@ -59,6 +60,11 @@ struct DecodePlan {
   int warps;                             // of a thread block
   bool evict_keys;                       // whether keys and values are the first to be evicted from the L2 cache
   const AppendParams* append = nullptr;  // host pointer: what the kernel also appends to the cache; null if nothing
+};
+
+// The same over a cache of codes, which the kernel reads itself.
+struct CodedDecodePlan : DecodePlan {
+  using Kernel = CodedDecodeKernel;
 };
 
 // The order of the tiles of fwd_sm90 (swizzled_tile in fwd_sm90/scheduler.cuh).
@@ -117,7 +123,7 @@ struct ServingPlan {
   int* taken = nullptr;  // (1), as in FwdSm90Plan
 };
 
-using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan, InvariantPlan>;
+using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan, InvariantPlan, CodedDecodePlan>;
 
 // The parameters of a kernel: the problem and the plan of this kernel.
 template <typename Plan>

@@ -124,7 +124,8 @@ inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partial
     serving->taken = counters, slots.used = counters + 1;
     return;
   }
-  auto* decoding = std::get_if<DecodePlan>(&plan);
+  auto* coded = std::get_if<CodedDecodePlan>(&plan);
+  auto* decoding = coded ? coded : std::get_if<DecodePlan>(&plan);
   KeySplits& splits = decoding ? decoding->splits : std::get<FwdSm80Plan>(plan).splits;
   splits.out = partials, splits.softmax = partials + scratch.out, splits.arrivals = counters;
 }
@@ -137,11 +138,19 @@ inline bool suits_decoding(const Problem& p, const FwdHints& hints) {
   return !has_dropout(p) && hints.longest_q * (p.heads / p.heads_k) <= kDecodeRows;
 }
 
+// Whether the kernel of a call whose keys and values are codes reads these itself. For all others they are converted
+// before, as they are where rows are not in aligned chunks of 16 bytes.
+inline bool reads_codes(const FwdParams& p, const FwdHints& hints) {
+  return p.coded && p.aligned && hints.invariance == 0 && suits_decoding(p.problem, hints);
+}
+
 // Whether keys and values, which are read once, should be the first to be evicted from the L2 cache. Then they do not
 // evict data that would have to be written back. Small key caches gain most by this, and large ones lose a little.
-inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
+inline bool should_evict_keys(const FwdParams& p, int64_t longest_k) {
   constexpr int64_t kPassingBytes = 256 << 20;
-  return int64_t{2} * p.batch * p.heads_k * (p.head_dim + p.head_dim_v) * longest_k <= kPassingBytes;
+  const Problem& problem = p.problem;
+  const int64_t channels = int64_t{problem.heads_k} * (problem.head_dim + problem.head_dim_v);
+  return (p.coded ? 1 : 2) * problem.batch * channels * longest_k <= kPassingBytes;
 }
 
 // A thread block has an SM to itself. Where there are fewer tiles than SMs, the keys are cut into just enough splits to
@@ -171,15 +180,18 @@ inline KeySplits split_decode(const Problem& p, const FwdHints& hints, const Til
 
 inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
   const Problem& problem = p.problem;
-  const int head_dim = sm80_head_dims(problem.head_dim, problem.head_dim_v).of_keys;
+  const HeadDims built = p.coded ? CodedDecodeKernel::head_dims(problem) : DecodeKernel::head_dims(problem);
+  const int head_dim = built.of_keys;
   const int warps = decode_warps(head_dim, hints.shared_bytes);
   const int packed_heads = heads_to_pack(problem, hints.longest_q, kDecodeRows);
   const Tiling tiling = tiling_for(problem, packed_heads, kDecodeRows);
   // longest_q is the caller's word where entries are packed: a tile may have up to kDecodeRows rows all the same.
   const int rows = problem.cu_seqlens_q ? kDecodeRows : std::min(kDecodeRows, problem.seqlen_q * packed_heads);
   const KeySplits splits = split_decode(problem, hints, tiling, warps, rows);
-  return {DecodePlan{tiling, splits, warps, should_evict_keys(problem, hints.longest_k)},
-          scratch_of(tiling, splits, head_dim, /*lanes=*/1)};
+  const DecodePlan plan{tiling, splits, warps, should_evict_keys(p, hints.longest_k)};
+  const FwdScratch scratch = scratch_of(tiling, splits, head_dim, /*lanes=*/1);
+  if (p.coded) return {CodedDecodePlan{plan}, scratch};
+  return {plan, scratch};
 }
 
 // Whether the decode kernel can also append, which saves a launch. It does not find pages or packed queries then; no

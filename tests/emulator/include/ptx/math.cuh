@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -47,6 +45,7 @@ inline uint2 widen_e4m3(uint32_t codes) {
   };
   return {pair(codes & 0xFFFF), pair(codes >> 16)};
 }
+inline uint32_t swap_middle_bytes(uint32_t x) { return (x & 0xFF0000FF) | (x & 0xFF00) << 8 | (x >> 8 & 0xFF00); }
 inline uint8_t narrow_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 inline float at_most_zero(float x) { return x > 0 ? 0 : x; }
 
