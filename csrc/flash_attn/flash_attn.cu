@@ -68,6 +68,11 @@ auto fwd_instance(const ServingPlan& plan) {
   return run_fwd_serving<T, kHeadDim, kFeatures, false, kHeadDimV>;
 }
 
+template <typename T, int kHeadDim, Features kFeatures, int>
+auto fwd_instance(const CodedServingPlan&) {
+  return run_fwd_serving_coded<T, kHeadDim, kFeatures>;
+}
+
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto fwd_instance(const InvariantPlan&) {
   return run_fwd_invariant<T, kHeadDim, kFeatures, kHeadDimV>;

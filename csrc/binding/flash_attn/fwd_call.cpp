@@ -80,45 +80,51 @@ std::pair<const char*, const char*> memory_of(const Tensor& x) {
   return {data, data + elements * size_of(dtype_of(x, "an input"))};
 }
 
-// What a call reads in place of codes, and perhaps of its queries: it must live until the launch.
+// What a call reads in place of codes and of queries in bf16: it must live until the launch.
 struct Widened {
-  Tensor k, v;
-  OptionalTensor q, table;
+  OptionalTensor k, v, q, table;
 };
 
-// Has keys and values that are codes converted, and queries in bf16. The memory that this takes is twice that of the
-// cache or, if that is less, that of all positions that the entries have room for, however many they use: a captured
-// graph may be replayed with other lengths.
-Widened widen(FwdParams& p, const FwdCall& call, const Tensor& q) {
+// Adds new tensors for keys and values. The memory that they take is twice that of the cache or, if that is less, that
+// of all positions that the entries have room for, however many they use: a captured graph may be replayed with other
+// lengths. The call then reads them.
+void widen_keys(FwdParams& p, flash_attn::WidenParams& all, Widened& x, const Tensor& q) {
   flash_attn::Problem& problem = p.problem;
-  const int32_t dtype = aoti_torch_dtype_float16();
   const auto [entries, rows] = extent_of_keys(p);
   const bool paged = has_pages(p), packed = !paged && problem.cu_seqlens_k != nullptr;
   const int64_t room = round_up(problem.capacity_k, 128);  // TMA copies whole tiles of one page
-  const bool by_entry = !packed && (!paged || problem.batch * room < entries * rows);
-  const int64_t new_entries = by_entry ? problem.batch : entries, new_rows = by_entry ? room : rows;
-  Widened x{.k = new_tensor({new_entries, new_rows, problem.heads_k, problem.head_dim}, dtype, q),
-            .v = new_tensor({new_entries, new_rows, problem.heads_k, problem.head_dim_v}, dtype, q)};
-  flash_attn::WidenParams all{.fwd = p, .k = mutable_ref(x.k), .v = mutable_ref(x.v), .by_entry = by_entry};
-  all.longest_q = static_cast<int>(call.longest_q), all.longest_k = static_cast<int>(call.longest_k);
-  if (paged && by_entry) {
-    x.table = new_tensor({problem.batch, 1}, aoti_torch_dtype_int32(), q);
-    all.table = static_cast<int*>(x.table->mutable_data_ptr());
-  }
-  if (p.out_dtype != problem.dtype) {
-    x.q = new_tensor_of(q.sizes(), dtype, q);
+  all.by_entry = !packed && (!paged || problem.batch * room < entries * rows);
+  const auto add = [&](int64_t channels) {
+    const int64_t new_entries = all.by_entry ? problem.batch : entries, new_rows = all.by_entry ? room : rows;
+    return new_tensor({new_entries, new_rows, problem.heads_k, channels}, aoti_torch_dtype_float16(), q);
+  };
+  x.k = add(problem.head_dim), x.v = add(problem.head_dim_v);
+  all.k = mutable_ref(*x.k), all.v = mutable_ref(*x.v);
+  p.k = ref(*x.k), p.v = ref(*x.v), p.coded = false;
+  if (!all.by_entry) return;
+  problem.batch_index = nullptr;
+  if (!paged) return;
+  x.table = new_tensor({problem.batch, 1}, aoti_torch_dtype_int32(), q);
+  all.table = static_cast<int*>(x.table->mutable_data_ptr());
+  p.pages = {.block_table = all.table,
+             .batch_stride = 1,
+             .page_size = Divisor(static_cast<int>(room)),
+             .count = problem.batch};
+}
+
+// Has what a call with codes reads converted to fp16, as far as its kernel does not do so itself.
+Widened widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q) {
+  FwdParams& p = call.p;
+  flash_attn::WidenParams all{
+      .fwd = p, .longest_q = static_cast<int>(call.longest_q), .longest_k = static_cast<int>(call.longest_k)};
+  Widened x;
+  if (!reads_codes(p, hints)) widen_keys(p, all, x, q);
+  if (p.out_dtype != p.problem.dtype && !reads_queries(p, hints)) {
+    x.q = new_tensor_of(q.sizes(), aoti_torch_dtype_float16(), q);
     all.q = mutable_ref(*x.q);
+    p.q = ref(*x.q);
   }
-  flash_attn::widen(all, current_stream(q));
-  if (x.q) p.q = ref(*x.q);
-  p.k = ref(x.k), p.v = ref(x.v), p.coded = false;
-  if (by_entry) problem.batch_index = nullptr;
-  if (x.table) {
-    p.pages = {.block_table = all.table,
-               .batch_stride = 1,
-               .page_size = Divisor(static_cast<int>(room)),
-               .count = problem.batch};
-  }
+  if (x.k || x.q) flash_attn::widen(all, current_stream(q));
   return x;
 }
 
@@ -238,7 +244,7 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   if (p.coded) {
     if (append != nullptr) p.q = append_apart(*std::exchange(append, nullptr), q);
     p.aligned = all_aligned(p);
-    if (!reads_codes(p, hints)) widened = widen(p, call, q);
+    widened = widen(call, hints, q);
     p.aligned = all_aligned(p);
   }
   place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));

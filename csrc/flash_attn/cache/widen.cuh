@@ -96,7 +96,7 @@ __global__ __launch_bounds__(kWidenThreads) void widen_kernel(const __grid_const
   ptx::launch_dependents();
   ptx::wait_for_dependency();
   const FwdParams& fwd = p.fwd;
-  const int entry = blockIdx.x, what = blockIdx.z;
+  const int entry = blockIdx.x, what = p.k.data == nullptr ? 2 : blockIdx.z;
   if (what == 2) {
     const Span q = query_span(fwd.problem, entry);
     const auto place = [&](int row) { return Place{static_cast<int>(q.batch), static_cast<int>(q.first) + row}; };
@@ -134,8 +134,8 @@ inline void run_widen(const WidenParams& p, cudaStream_t stream) {
                         shape_of(p.fwd.q, problem.heads, problem.head_dim)};
   const int most = std::max(kLeastBlocks, kBlocksEach * num_multiprocessors(current_device()) / problem.batch);
   const int blocks = std::min(ceil_div(std::max({p.longest_k, p.longest_q, 1}), kWidenRows), most);
-  const LaunchShape shape{
-      .grid = dim3(problem.batch, blocks, p.q.data == nullptr ? 2 : 3), .block = dim3(kWidenThreads), .early = true};
+  const int parts = (p.k.data == nullptr ? 0 : 2) + (p.q.data == nullptr ? 0 : 1);
+  const LaunchShape shape{.grid = dim3(problem.batch, blocks, parts), .block = dim3(kWidenThreads), .early = true};
   launch<widen_kernel>(shape, all, stream);
 }
 

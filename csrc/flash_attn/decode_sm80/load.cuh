@@ -66,13 +66,6 @@ __device__ auto load_permuted_query_fragment(const DecodeParams& p, const FwdWor
   return q;
 }
 
-// A tensor of codes as one of units of 16 bits; others are of such units.
-template <typename Config>
-__device__ TensorRef<const void> in_units(const TensorRef<const void>& x) {
-  if constexpr (Config::kCoded) return {x.data, x.batch / 2, x.seqlen / 2, x.heads / 2, 1};
-  return x;
-}
-
 // Starts the copies of a warp's n_blocks, one after the other. The pages of an n_block's rows are looked up one n_block
 // ahead, so that no copy waits for the block table.
 template <typename Config>

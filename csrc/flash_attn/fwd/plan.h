@@ -15,6 +15,7 @@ struct CodedDecodeKernel;
 struct FwdSm90Kernel;
 struct ServingKernel;
 struct InvariantKernel;
+struct CodedServingKernel;
 
 // How the query rows of all entries and heads are cut into tiles. A row is a pair of a token and one of `packed_heads`
 // query heads that share a key head. Each group of packed heads has `slots` slots, each for at most one tile: in each
@@ -120,10 +121,19 @@ struct ServingPlan {
   int box_rows = 0;    // of the boxes in which TMA copies K and V, a multiple of 8; 0: none, they are gathered
   FixedPieces pieces;  // if there are any, not `even`, and tiles are cut into these or not at all
   PieceSlots slots;
+  // With codes, tiles may have fewer rows than those of the same call in fp16. Keys are cut as there, for tiles of so
+  // many rows and so many slots, so that results have the same bits.
+  int cut_rows = 0, cut_slots = 0;
   int* taken = nullptr;  // (1), as in FwdSm90Plan
 };
 
-using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan, InvariantPlan, CodedDecodePlan>;
+// The same over a cache of codes, which the kernel reads itself.
+struct CodedServingPlan : ServingPlan {
+  using Kernel = CodedServingKernel;
+};
+
+using FwdPlan =
+    std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan, InvariantPlan, CodedDecodePlan, CodedServingPlan>;
 
 // The parameters of a kernel: the problem and the plan of this kernel.
 template <typename Plan>
