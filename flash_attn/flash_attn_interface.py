@@ -741,8 +741,8 @@ def flash_attn_with_kvcache(
         k_descale, v_descale: for caches in torch.float8_e4m3fn beside q, k and v of 16 bits, what their codes are
             multiplied by, as in `flash_attn_varlen_func`. Keys and values that are appended, rotated and in 16 bits,
             are divided by them, and rounded to the nearest code, or to the largest, 448, if they are beyond it.
-        q_descale: the same for a q in float8, which is converted; None otherwise. out has then the dtype of the
-            argument out, that of k, or bfloat16.
+        q_descale: the same for a q in float8, which is converted; None otherwise, and where keys are appended. out has
+            then the dtype of the argument out, that of k, or bfloat16.
 
     Returns:
         out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q), or (heads, total_q)

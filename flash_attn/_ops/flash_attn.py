@@ -248,6 +248,8 @@ def decode(
         name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity, paged)
         options[name] = length
     if k is not None or v is not None:
+        if given is not None and given.q_descale is not None:  # which is in the scale of keys by now
+            raise ArgumentError("q_descale must be None where k is appended, found one: convert q to the dtype of k")
         _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options)
         options["k"], options["v"] = k, v
     if rotary_cos is not None or rotary_sin is not None:

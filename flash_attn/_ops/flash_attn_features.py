@@ -2,9 +2,8 @@
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, causality and lengths of each
 entry, and scales of keys and values in float8; and, seen from the inputs, head dims beyond those of the other ops, and
-keys and values in float8. The ops take all of them together, and
-all options of the ops without features. `beyond_kernels` says which calls no kernel takes: these run in plain torch on
-every device.
+keys and values in float8. The ops take all of them together, and all options of the ops without features.
+`beyond_kernels` says which calls no kernel takes: these run in plain torch on every device.
 """
 
 from collections.abc import Sequence
@@ -164,12 +163,12 @@ def in_16_bits(q: Tensor, k: Tensor, given: FeatureArguments, *others: Tensor | 
 
     others: tensors of the call, or None, that must have the dtype of the queries: the first one decides on it.
     """
+    if getattr(k, "dtype", None) is not FLOAT8:
+        return q
     if getattr(q, "dtype", None) is not FLOAT8:
         if given.q_descale is not None:
             found = getattr(q, "dtype", type(q).__name__)
             raise ArgumentError(f"q_descale must be None unless q has dtype {FLOAT8}, found one for a q of {found}")
-        return q
-    if getattr(k, "dtype", None) is not FLOAT8:
         return q
     dtypes = [x.dtype for x in others if isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES]
     return q.to(dtypes[0] if dtypes else torch.bfloat16)
@@ -178,8 +177,8 @@ def in_16_bits(q: Tensor, k: Tensor, given: FeatureArguments, *others: Tensor | 
 def _descales(given, k, batch):
     """Check the scales of float8. Returns those of keys, which include that of queries, and of values, for the ops."""
     if k.dtype is not FLOAT8:
-        for name, descale in (("k_descale", given.k_descale), ("v_descale", given.v_descale)):
-            if descale is not None:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            if getattr(given, name) is not None:
                 raise ArgumentError(f"{name} must be None unless keys and values have dtype {FLOAT8}, found {k.dtype}")
         return None, None
     shape = batch, k.shape[-2]

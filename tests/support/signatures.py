@@ -219,6 +219,7 @@ SIGNATURES = {
     },
     "flash_attn.integrations.transformers": {
         "register": "name='fused_attention'",
+        "float8_cache": "margin=2.0",
         "attention": (
             "module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None, "
             "is_causal=None, s_aux=None, position_bias=None, sinks=None, cu_seq_lens_q=None, cu_seq_lens_k=None, "

@@ -400,9 +400,9 @@ def _attend(
     for group in divide(tensors[0], tensors[1], others, without_keys=sink is not None):
         _forward(group, options, features, scales, tops, los, *tensors)
     if descale is not None:
+        factors = descale.repeat_interleave(q.shape[-2] // max(1, k.shape[-2]), 1)
         for part in parts:
-            rows = part.rows(tensors[3]).unflatten(2, (k.shape[-2], -1))
-            rows.mul_(descale[part.entries, None, :, None, None])
+            part.rows(tensors[3]).mul_(factors[part.entries, None, :, None])
     return out.to(dtype), softmax_lse, row_max, lse_lo
 
 
