@@ -710,7 +710,7 @@ PORTABLE_ONLY = [dict(dropout=True), dict(bias=True), dict(head_dim=100), dict(h
 @pytest.mark.parametrize(
     "changes, kernel",
     [
-        (dict(), SERVING),  # 80 rows: equal shares of tiles of 128
+        (dict(), CODED_SERVING),  # 80 rows: equal shares of two tiles together
         (dict(batch=16), CODED_SERVING),
         (dict(rows=16), CODED_SERVING),
         (dict(rows=16, head_dim=64, invariance=2), CODED_SERVING),

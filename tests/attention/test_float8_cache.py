@@ -161,6 +161,7 @@ BATCHES = [
     ),
     Batch(rows=(5, 2, 9), keys=(300, 257, 9), varlen=True, page=8, level=2, options=dict(causal=True)),
     Batch(rows=(40, 1, 3), keys=(300, 400, 3), varlen=True, options=dict(causal=True, softcap=5.0, num_splits=3)),
+    Batch(rows=(12, 12, 12), keys=(900, 9, 1500), head_dim=64, options=dict(causal=True)),
 ]
 
 

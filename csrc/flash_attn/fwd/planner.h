@@ -318,15 +318,13 @@ inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, i
   return pieces.n_blocks > 0 ? int64_t{blocks} * rows * head_dim_v : 0;
 }
 
-// Whether instances for codes take a problem with the serving plan that it has in fp16. They have tiles of 64 rows,
-// each of which is converted anew: from about 256 rows an entry on, it is faster to convert all keys once, and to have
-// tiles of 128 rows. Equal shares of tiles of 128 rows cannot be cut at the same keys.
-inline bool suits_coded_serving(const Problem& p, const ServingPlan& plan) {
+// Whether instances for codes take a problem of serving. They have tiles of 64 rows, each of which is converted anew:
+// from about 256 rows an entry on, it is faster to convert all keys once, and to have tiles of 128 rows.
+inline bool suits_coded_serving(const Problem& p) {
   constexpr int kMostRows = 256;
   const HeadDims built = ServingKernel::head_dims(p);
   const int64_t rows = int64_t{p.seqlen_q} * (p.heads / p.heads_k) / (p.cu_seqlens_q ? std::max(p.batch, 1) : 1);
-  const bool few_rows = plan.warpgroups == 1 || (!plan.even && rows <= kMostRows);
-  return few_rows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});
+  return rows <= kMostRows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});
 }
 
 // Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.
@@ -371,7 +369,7 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const F
     plan.num_splits = static_cast<int>(std::clamp<int64_t>(kMostSlots / tiles, 1, hints.num_splits));
     slots = plan.num_splits == 1 ? 0 : tiles * plan.num_splits;
   }
-  const bool coded = p.coded && suits_coded_serving(problem, plan);
+  const bool coded = p.coded && suits_coded_serving(problem);
   plan.cut_rows = tile_rows, plan.cut_slots = static_cast<int>(slots);
   if (coded && !few_rows) {
     plan.tiling = tiling_for(problem, packed_heads, 64);
