@@ -248,8 +248,6 @@ def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, featur
     """Returns what in a call the kernels cannot compute, as a warning names it; empty if they can compute all."""
     _, bias, ranges, _, causal, seqused_q, *_ = features
     causes = []
-    if v.dtype is FLOAT8:
-        causes.append(f"keys and values of dtype {FLOAT8}")
     if bias is not None and bias.dtype not in (q.dtype, torch.float32, torch.bool):
         causes.append(f"attn_bias of dtype {bias.dtype}")
     if bias is not None and bias.shape[-1] == 1:

@@ -23,6 +23,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 HOPPER_HEAD_DIMS = (*((dim, dim) for dim in ALL_HEAD_DIMS), (192, 128))  # of keys and of values
 SM80, DECODE, SM90, SERVING, INVARIANT = KERNELS = range(5)  # the alternatives of FwdPlan
+CODED_DECODE, CODED_SERVING = 5, 6  # those that read codes in 8 bits
 PLAIN, RANGED, BIASED, DROPPED, ALL = FEATURES = range(5)
 # Of a block, by compute capability.
 KILOBYTES = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "10.3": 227, "12.0": 99, "12.1": 99}
@@ -466,6 +467,7 @@ class Problem:
     page_size: int = 16
     leftpad: bool = False
     invariance: int = 0
+    coded: bool = False
 
     @property
     def group(self):
@@ -703,6 +705,37 @@ def test_kernels_for_few_rows_and_for_pages_on_hopper(host, changes, kernel, pag
 
 
 PORTABLE_ONLY = [dict(dropout=True), dict(bias=True), dict(head_dim=100), dict(head_dim=264), dict(has_sm90=False)]
+
+
+@pytest.mark.parametrize(
+    "changes, kernel",
+    [
+        (dict(), CODED_SERVING),  # 80 rows: equal shares of two tiles together
+        (dict(batch=16), CODED_SERVING),
+        (dict(rows=16), CODED_SERVING),
+        (dict(rows=16, head_dim=64, invariance=2), CODED_SERVING),
+        (dict(rows=16, head_dim=96), SERVING),
+        (dict(rows=16, head_dim_v=64), CODED_SERVING),
+        (dict(rows=16, head_dim_v=256), SERVING),
+        (dict(rows=512), SERVING),
+        (dict(seqlen_q=2048, longest_q=512, packed_q=True, batch=128), CODED_SERVING),  # 64 rows each on average
+        (dict(rows=4), CODED_DECODE),
+        (dict(rows=4, head_dim=96, has_sm90=False), CODED_DECODE),
+        (dict(rows=4, invariance=1), CODED_SERVING),
+        (dict(rows=4, plain=False), DECODE),
+        (dict(has_sm90=False), SM80),
+    ],
+    ids=str,
+)
+def test_kernels_that_read_codes_cut_keys_as_those_in_fp16(host, changes, kernel):
+    problem = changed(FEW, **{"paged": True, **changes})
+    coded, in_fp16 = plan_of(host, changed(problem, coded=True)), plan_of(host, problem)
+    assert coded.kernel == kernel
+    same = ["num_splits", "least_blocks", "decode_warps", "even", "box_rows", "piece_blocks", "blocks", "packed_heads"]
+    assert [getattr(coded, name) for name in same] == [getattr(in_fp16, name) for name in same]
+    if kernel == CODED_SERVING:
+        assert coded.warpgroups == 1
+        assert coded.piece_slots == in_fp16.piece_slots * in_fp16.warpgroups
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -151,11 +151,17 @@ BATCHES = [
         options=dict(causal=torch.tensor([True, False, True]), num_splits=2),
     ),
     Batch(rows=(33, 2, 20), form="tokens", heads=6, head_dim=40, options=dict(key_ranges=ranges(55, 2, 70))),
-    Batch(rows=(33, 2, 20), form="tokens", dtype=BF16, options=dict(key_ranges=ranges(55, 4, 70), causal=True)),
+    Batch(rows=(33, 2, 20), form="tokens", options=dict(key_ranges=ranges(55, 4, 70), causal=True)),
     Batch(rows=(9, 2, 7), varlen=True, options=dict(attn_bias=BIAS, seqused_q=torch.tensor([7, 2, 0]).int())),
     Batch(rows=(65, 1, 2), keys=(130, 1, 64), varlen=True, options=dict(causal=True, attention_chunk=48)),
     Batch(rows=(17, 1, 4), varlen=True, level=1, page=3, options=dict(causal=True)),
     Batch(rows=(1, 3, 1), packed=True, level=2, dtype=BF16, options=dict(causal=True, num_splits=2)),
+    Batch(
+        rows=(5, 5, 5), keys=(300, -1, 150), head_dim=64, dtype=BF16, options=dict(causal=True, window_size=(170, 0))
+    ),
+    Batch(rows=(5, 2, 9), keys=(300, 257, 9), varlen=True, page=8, level=2, options=dict(causal=True)),
+    Batch(rows=(40, 1, 3), keys=(300, 400, 3), varlen=True, options=dict(causal=True, softcap=5.0, num_splits=3)),
+    Batch(rows=(12, 12, 12), keys=(900, 9, 1500), head_dim=64, options=dict(causal=True)),
 ]
 
 

@@ -92,7 +92,7 @@ int find_decode_fresh_bytes(int head_dim) { return decode_fresh_bytes(head_dim);
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
   int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90, head_dim_v;
-  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad, invariance;
+  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad, invariance, coded;
 };
 
 // plan: which alternative of FwdPlan it is, the five sizes of scratch, and its fields by the names of Plan in
@@ -123,6 +123,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   p.out_lo.data = problem->out_lo ? any_float : nullptr;
   p.row_max = problem->row_max ? any_float : nullptr;
   p.aligned = problem->plain;
+  p.coded = problem->coded;
   const FwdHints hints{.longest_q = problem->longest_q,
                        .longest_k = problem->longest_k,
                        .num_splits = static_cast<int>(problem->num_splits),
@@ -134,13 +135,15 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
     const FwdChoice choice = plan_fwd(p, hints);
     const auto& [out, softmax, totals, records, counters] = choice.scratch;
     const Tiling tiling = std::visit([](const auto& chosen) { return chosen.tiling; }, choice.plan);
-    const auto* decoding = std::get_if<DecodePlan>(&choice.plan);
+    const auto* coded_decode = std::get_if<CodedDecodePlan>(&choice.plan);
+    const DecodePlan* decoding = coded_decode ? coded_decode : std::get_if<DecodePlan>(&choice.plan);
     const auto* on_sm80 = std::get_if<FwdSm80Plan>(&choice.plan);
     const auto* invariant = std::get_if<InvariantPlan>(&choice.plan);
     const FwdSm90Plan* on_sm90 = invariant ? invariant : std::get_if<FwdSm90Plan>(&choice.plan);
     const KeySplits splits = decoding ? decoding->splits : on_sm80 ? on_sm80->splits : KeySplits{};
     const FwdSm90Plan order = on_sm90 ? *on_sm90 : FwdSm90Plan{};
-    const auto* serving = std::get_if<ServingPlan>(&choice.plan);
+    const auto* coded_serving = std::get_if<CodedServingPlan>(&choice.plan);
+    const ServingPlan* serving = coded_serving ? coded_serving : std::get_if<ServingPlan>(&choice.plan);
     answer(plan, {static_cast<int64_t>(choice.plan.index()),
                   out,
                   softmax,
