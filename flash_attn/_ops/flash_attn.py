@@ -29,7 +29,6 @@ from flash_attn._library import define_composite as define_composite
 from flash_attn._ops import autograd, checks, flops, invariance, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.flash_attn_features import FeatureArguments
-from flash_attn._ops.lse import merge_parts
 from flash_attn._ops.rotary import rotary
 from flash_attn._reference import attention as reference
 from flash_attn._reference.attention.options import CacheOptions, Options
@@ -118,8 +117,8 @@ def forward(
     features_op, inputs = with_features.fwd_features, (queries, keys, values)
     if out is not None:
         wants_lse = return_softmax or given is None or given.return_lse
-        ops = with_features.fwd_features_into, features_op
-        softmax_lse, max_logit = _call_into(out, wants_lse, ops, inputs, features, Options, arguments)
+        op = with_features.fwd_features_into
+        softmax_lse, max_logit = _call_into(op, out, wants_lse, inputs, features, Options, arguments)
     elif _needs_op(features, is_plain):
         out, softmax_lse, max_logit = _call_with_features(features_op, inputs, features, Options, arguments)
     else:
@@ -265,8 +264,8 @@ def decode(
     features_op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
     if out is not None:
         wants_lse = given is None or given.return_lse
-        ops = with_features.fwd_kvcache_features_into, features_op
-        return out, *_call_into(out, wants_lse, ops, inputs, features, CacheOptions, arguments)
+        op = with_features.fwd_kvcache_features_into
+        return out, *_call_into(op, out, wants_lse, inputs, features, CacheOptions, arguments)
     if _needs_op(features, is_plain):
         return _call_with_features(features_op, inputs, features, CacheOptions, arguments)
     return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
@@ -775,25 +774,13 @@ def _call_with_features(op, inputs, features, kind, arguments):
     sink, bias, *rest = features
     if features.none_but_sink():  # a call with fewer arguments is faster
         return *op(*inputs, sink, None, *arguments)[:2], None
-    options = kind(*arguments)
-    if _takes_two_calls(op, inputs, options, features):
-        out, softmax_lse, row_max = _in_two_calls(op, inputs, options, features)
-    else:
-        out, softmax_lse, row_max, *_ = op(*inputs, sink, bias, *options, *rest)
+    out, softmax_lse, row_max, *_ = op(*inputs, sink, bias, *kind(*arguments), *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
-def _call_into(out, wants_lse, ops, inputs, features, kind, arguments):
-    """`_call_with_features` with a tensor for out. Returns softmax_lse, or None if it is not wanted, and max_logit.
-
-    ops: the op that writes to tensors of its caller, and the one that returns new ones.
-    """
-    op, returning = ops
+def _call_into(op, out, wants_lse, inputs, features, kind, arguments):
+    """The same with a tensor for out, by an op that writes it. Returns softmax_lse, if it is wanted, and max_logit."""
     features, options = features or with_features.Features(), kind(*arguments)
-    if _takes_two_calls(returning, inputs, options, features):
-        result, lse, row_max = _in_two_calls(returning, inputs, options, features)
-        out.copy_(result)
-        return lse, _max_logit(row_max) if features.row_max else None
     q, (sink, bias, *rest) = inputs[0], features
     shape = _lse_shape(q, options.cu_seqlens_q)
     lse = q.new_empty(shape, dtype=torch.float32) if wants_lse else None
@@ -839,37 +826,6 @@ def _positions(q, start, options, features):
             found = options.rotary_cos.shape[0]
             raise ArgumentError(f"rotary_cos and rotary_sin must have at least {needed} rows, found {found}")
     return positions
-
-
-def _takes_two_calls(op, inputs, options, features):
-    """Whether two key ranges of each row are all that kernels do not take of a call: then they take two calls."""
-    q, _, v = inputs
-    if features.key_ranges is None or features.key_ranges.shape[-1] == 2 or q.dtype not in KERNEL_DTYPES:
-        return False
-    if torch.compiler.is_compiling():
-        has_kernels = _library.is_where_kernels_run(q)
-    else:
-        has_kernels = _library.runs_in_kernel(op.name, q)
-    return has_kernels and not with_features.beyond_kernels(q, v, options, features._replace(key_ranges=None))
-
-
-def _in_two_calls(op, inputs, options, features):
-    """Returns the results of an op with features by a call for each of two key ranges, from which gradients follow.
-
-    The second call over a cache appends once more: the same to the same place.
-    """
-    sink, bias, ranges, *rest = features
-    exact = isinstance(options, Options) and options.exact_gradients
-    if exact:  # rounded outs would spoil the gradients of how much each range counts
-        invariance.refuse_unkept(exact_gradients=True)
-        op = with_features.fwd_with_residue
-    parts, row_maxima = [], []
-    for each in with_features.disjoint(ranges):
-        out, lse, row_max, lse_lo, *out_lo = op(*inputs, None, bias, *options, each, *rest)
-        parts.append((with_features.unrounded(out, *out_lo) if exact else out, lse, None if bias is None else lse_lo))
-        row_maxima.append(row_max)
-    merged, lse = merge_parts(parts, sink)
-    return merged.to(inputs[0].dtype), lse, torch.maximum(*row_maxima)
 
 
 def _max_logit(row_max):

@@ -3,7 +3,8 @@
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, causality and lengths of each
 entry, and scales of keys and values in float8; and, seen from the inputs, head dims beyond those of the other ops, and
 keys and values in float8. The ops take all of them together, and all options of the ops without features.
-`beyond_kernels` says which calls no kernel takes: these run in plain torch on every device.
+`beyond_kernels` says which calls no kernel takes: these run in plain torch on every device, except those that are two
+calls of kernels, one for each of two key ranges.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import autograd, checks, flops, invariance, schema, sharding
+from flash_attn._ops.lse import merge_parts
 from flash_attn._reference import attention as reference
 from flash_attn._reference.attention import differentiable, float8
 from flash_attn._reference.attention.options import CacheOptions, Features, Options
@@ -397,6 +399,95 @@ def _fwd_kvcache_into_reference(q, k_cache, v_cache, out, lse, row_max, *argumen
     write_into(_fwd_kvcache_reference(q, k_cache, v_cache, *arguments)[:3], out, lse, row_max)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Two key ranges of each row, of which kernels take one at a time
+
+
+def _divided(name, places, kind, function):
+    """Returns `in_parts` of the op `name` (see `_library.define`); function: computes two key ranges by two calls.
+
+    places: of q, v and the sink among the op's arguments.
+    """
+
+    def in_parts(args):
+        q, v = (args[place] for place in places[:2])
+        sink, bias, *arguments = args[places[2] :]
+        options, features = _split(sink, bias, arguments, kind)
+        ranges = features.key_ranges
+        if ranges is None or ranges.shape[-1] == 2 or q.dtype not in KERNEL_DTYPES or v is None:
+            return None
+        others = features._replace(key_ranges=None)
+        has_kernel = _library.runs_in_kernel(name, q) and not beyond_kernels(q, v, options, others)
+        return function if has_kernel else None
+
+    return in_parts
+
+
+def _merged(op, kind, q, k, v, sink, bias, *arguments):
+    """Returns out, not rounded, and the other results of a forward op by a call for each of two key ranges.
+
+    The second call over a cache appends once more: the same to the same place.
+    """
+    options, features = _split(sink, bias, arguments, kind)
+    if isinstance(options, Options) and options.exact_gradients:
+        invariance.refuse_unkept(exact_gradients=True)
+    _, _, ranges, *rest = features
+    parts, row_maxima = [], []
+    for each in disjoint(ranges):
+        out, lse, row_max, lse_lo, *out_lo = op.below_autograd(q, k, v, None, bias, *options, each, *rest)
+        parts.append((unrounded(out, *out_lo) if out_lo else out, lse, None if bias is None else lse_lo))
+        row_maxima.append(row_max)
+    out, lse, lse_lo = merge_parts(parts, sink)
+    return out, lse, torch.maximum(*row_maxima), lse.new_empty(0) if bias is None else lse_lo
+
+
+def _rounded(unrounded, q, v, order=torch.preserve_format):
+    return out_fake(q, v, order).copy_(unrounded)
+
+
+def _fwd_of_two(q, k, v, *arguments):
+    unrounded, *others = _merged(fwd_features, Options, q, k, v, *arguments)
+    return _rounded(unrounded, q, v), *others
+
+
+def _fwd_with_residue_of_two(q, k, v, *arguments):
+    unrounded, *others = _merged(fwd_with_residue, Options, q, k, v, *arguments)
+    out = _rounded(unrounded, q, v)
+    return out, *others, _rounded(unrounded - out, q, v)
+
+
+def _fwd_kvcache_of_two(q, k_cache, v_cache, *arguments):
+    unrounded, *others = _merged(fwd_kvcache_features, CacheOptions, q, k_cache, v_cache, *arguments)
+    return _rounded(unrounded, q, v_cache), *others
+
+
+def _fwd_into_of_two(q, k, v, out, lse, row_max, *arguments):
+    write_into(_merged(fwd_features, Options, q, k, v, *arguments)[:3], out, lse, row_max)
+
+
+def _fwd_kvcache_into_of_two(q, k_cache, v_cache, out, lse, row_max, *arguments):
+    write_into(_merged(fwd_kvcache_features, CacheOptions, q, k_cache, v_cache, *arguments)[:3], out, lse, row_max)
+
+
+def _bwd_of_two(dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *arguments):
+    """The gradients of each range, which need the out and lse of both, add up; that of the sink needs no range."""
+    options, features = _split(sink, bias, arguments, Options)
+    _, _, ranges, *rest = features
+    given = dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias
+    first, second = (
+        bwd_features.below_autograd(*given, each_sink, bias, *options, each, *rest, _in_float(arguments))
+        for each_sink, each in zip((sink, None), disjoint(ranges), strict=True)
+    )
+    *grads, dsink, dbias = first
+    *more, _, more_dbias = second
+    for x, y in zip((*grads, dbias), (*more, more_dbias), strict=True):
+        x += y
+    return *grads, dsink, dbias
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def appends(options: Sequence[Any]) -> bool:
     """Whether these options, of which the last ones may be missing, have new keys for the cache."""
     return len(options) > _K_OF_CACHE and options[_K_OF_CACHE] is not None
@@ -533,6 +624,7 @@ fwd_features = _library.define(
     fake=_fwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_fwd,
+    in_parts=_divided("fwd_features", (0, 2, 3), Options, _fwd_of_two),
     autograd=_Attention,
     differentiable=5,
     composite=invariance.refusing(_fwd_composite),
@@ -549,6 +641,7 @@ fwd_with_residue = _library.define(
     fake=_fwd_with_residue_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_fwd_with_residue,
+    in_parts=_divided("fwd_with_residue", (0, 2, 3), Options, _fwd_with_residue_of_two),
     autograd=_AttentionWithResidue,
     differentiable=5,
     composite=invariance.refusing(_fwd_with_residue_composite),
@@ -565,6 +658,7 @@ bwd_features = _library.define(
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_bwd,
+    in_parts=_divided("bwd_features", (1, 3, 10), Options, _bwd_of_two),
     flops=flops.attention_bwd_features,
     sharding=sharding.attention_bwd_features,
 )
@@ -585,6 +679,7 @@ fwd_kvcache_features = _library.define(
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_kvcache,
+    in_parts=_divided("fwd_kvcache_features", (0, 2, 3), CacheOptions, _fwd_kvcache_of_two),
     writes=lambda args: CACHES if appends(args[5:]) else (),
     flops=flops.attention_kvcache_features,
 )
@@ -598,6 +693,7 @@ fwd_features_into = _library.define(
     fake=lambda *_: None,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_into(Options),
+    in_parts=_divided("fwd_features_into", (0, 2, 6), Options, _fwd_into_of_two),
     flops=lambda *args: flops.attention_fwd_features(*args[:3], *args[6:]),
 )
 fwd_kvcache_features_into = _library.define(
@@ -607,6 +703,7 @@ fwd_kvcache_features_into = _library.define(
     fake=lambda *_: None,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_into(CacheOptions),
+    in_parts=_divided("fwd_kvcache_features_into", (0, 2, 6), CacheOptions, _fwd_kvcache_into_of_two),
     writes=lambda args: (*(CACHES if appends(args[8:]) else ()), 3, 4, 5),
     flops=lambda *args: flops.attention_kvcache_features(*args[:3], *args[6:]),
 )
