@@ -197,10 +197,13 @@ def _descale(name, descale, shape, device):
         descale = checks.as_float(name, descale)
         checks.number(name, descale, descale >= 0, "at least 0")
         return None if descale == 1 else torch.full((), descale, dtype=torch.float32, device=device).expand(shape)
-    checks.broadcasts(name, descale, shape, dtypes=(torch.float32,), device=device)
+    checks.tensor(name, descale, dtypes=(torch.float32,), device=device)
+    if descale.shape != shape:  # engines pass it expanded, for which this is the shorter way
+        checks.broadcasts(name, descale, shape)
+        descale = descale.expand(shape)
     if descale.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{name} must not require grad, found requires_grad=True: scales have no gradient here")
-    return descale.expand(shape)
+    return descale
 
 
 def refuse_gradients_of_float8(k: Tensor) -> None:

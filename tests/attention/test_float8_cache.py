@@ -332,6 +332,22 @@ def test_traced_in_one_graph(batch, device):
     assert all(map(identical, traced(k_scales, arguments), attend(k_scales, arguments)))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("batch", [BATCHES[0], BATCHES[5]], ids=str)
+def test_a_graph_reads_scales_and_lengths_at_each_replay(batch, device):
+    arguments, k_scales, v_scales = batch.arguments(device)
+    call = dict(arguments, k_descale=k_scales, v_descale=v_scales)
+    out = torch.empty_like(batch.attend(**call)[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch.attend(**call, out=out)
+    for x in (k_scales, v_scales):
+        x.mul_(0.75)
+    arguments["seqused_k" if batch.varlen else "cache_seqlens"].sub_(5).clamp_(min=0)
+    graph.replay()
+    assert identical(out, batch.attend(**call)[0])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
 
