@@ -93,6 +93,7 @@ ROWS = {
         Row("P5", ((16, 128, 16 * K),), 32, 8),
         Row("X1", ((4, 512, 4 * K), (124, 1, 4 * K)), 32, 8),
         *(Row("S3", ((8, 16, 64 * K),), 32, 8, page_size=size, float8=True) for size in (1, 16)),
+        Row("S4", ((8, 32, 64 * K),), 32, 8, float8=True),
         Row("S5", ((64, 4, 4 * K),), 64, 8, float8=True),
         Row("P2", ((1, 2 * K, 32 * K),), 64, 8, float8=True),
         Row("P4", ((8, 512, 4 * K),), 32, 8, float8=True),
