@@ -1,4 +1,6 @@
-"""Blocks of ```pipeline in pages become pictures: who does what when, a lane for each part of a kernel.
+"""The header names the repository that a clone comes from, and blocks of ```pipeline in pages become pictures.
+
+Such a picture shows who does what when, a lane for each part of a kernel:
 
     producer:    copy Q K2 | copy K1 V2
     warpgroup 1:           | mma S2 = Q K2 | exp P2 | =
@@ -7,6 +9,9 @@ A cell begins with what is done, a word of KINDS; `=` makes the cell before it l
 runs from left to right. It shows an order, not a measurement.
 """
 
+import os
+import re
+import subprocess
 from html import escape
 
 # Colours that remain distinct for the colour-blind and in grey (Okabe and Ito).
@@ -18,6 +23,18 @@ KINDS = {
     "wait": ("#dddddd", "wait"),
 }
 CHARACTER, LINE, GAP = 6.6, 34, 10
+
+
+def on_config(config):
+    """The repository: that of a workflow, or the remote `origin`, where it is an address of the web or of ssh."""
+    found = f"{os.environ.get('GITHUB_SERVER_URL', '')}/{os.environ.get('GITHUB_REPOSITORY', '')}"
+    if found == "/":
+        command = ["git", "config", "--get", "remote.origin.url"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    match = re.fullmatch(r"(?:https://|ssh://|)(?:\w+@)?([\w.-]+\.\w+)[:/]([\w./-]+?)(?:\.git)?/?", found)
+    if match:
+        config.repo_url, config.repo_name = f"https://{match[1]}/{match[2]}", match[2]
+    return config
 
 
 def fence(source, language, css_class, options, md, **kwargs):
