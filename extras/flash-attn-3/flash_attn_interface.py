@@ -78,7 +78,13 @@ def flash_attn_func(
     *,
     s_aux: Tensor | None = None,
 ) -> Result:
-    """`flash_attn.flash_attn_func` by FlashAttention-3's arguments, which the top of this module explains.
+    """`flash_attn.flash_attn_func` by FlashAttention-3's arguments.
+
+        from flash_attn_interface import flash_attn_func
+
+    softmax_lse is -inf where a row sees no key. s_aux (heads,) is `learnable_sink`. num_splits, pack_gqa and sm_margin
+    change nothing. qv, q_descale, k_descale and v_descale must be None: else a NotImplementedError names them. All else
+    is as in `flash_attn.flash_attn_func`.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim of v); with return_attn_probs (out, softmax_lse).
@@ -140,7 +146,14 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     only_qv: bool = False,
 ) -> Result:
-    """`flash_attn.flash_attn_varlen_func` by FlashAttention-3's arguments, which the top of this module explains.
+    """`flash_attn.flash_attn_varlen_func` by FlashAttention-3's arguments.
+
+        from flash_attn_interface import flash_attn_varlen_func
+
+    softmax_lse is -inf where a row sees no key. page_table is `block_table`; s_aux or sinks, (heads,), is
+    `learnable_sink`. pack_gqa, sm_margin and scheduler_metadata change nothing. qv and the descales of fp8 must be
+    None, and only_qv False: else a NotImplementedError names them. All else is as in
+    `flash_attn.flash_attn_varlen_func`.
 
     Arguments:
         page_table: int32 (batch, pages of an entry); k and v are then (num_pages, page_size, heads_k, head_dim), and
@@ -288,7 +301,14 @@ def flash_attn_with_kvcache(
     out: Tensor | None = None,
     only_qv: bool = False,
 ) -> Result:
-    """`flash_attn.flash_attn_with_kvcache` by FlashAttention-3's arguments, which the top of this module explains.
+    """`flash_attn.flash_attn_with_kvcache` by FlashAttention-3's arguments.
+
+        from flash_attn_interface import flash_attn_with_kvcache
+
+    softmax_lse is -inf where a row sees no key. page_table is `block_table`; s_aux or sinks, (heads,), is
+    `learnable_sink`. pack_gqa, sm_margin and scheduler_metadata change nothing. qv, the descales of fp8,
+    rotary_seqlens, and cu_seqlens_k_new where keys are appended, must be None, and only_qv False: else a
+    NotImplementedError names them. All else is as in `flash_attn.flash_attn_with_kvcache`.
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim); or packed, (total_q, heads, head_dim) with cu_seqlens_q (batch + 1,).
