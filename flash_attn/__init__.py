@@ -28,7 +28,7 @@ CUDA kernels run where the kernel library was built; everywhere else the same fu
 `python -m flash_attn` tells which, and checks a few results.
 """
 
-__version__ = "2.8.3.post100"
+__version__ = "2.8.3.post101"
 
 # Another distribution's flash_attn.cute may be installed beside this package.
 __path__ = __import__("pkgutil").extend_path(__path__, __name__)
