@@ -1,10 +1,10 @@
 """Attention, as flash-attn 2.8 calls it: seven public functions, and the private ones that other packages call.
 
     from flash_attn import flash_attn_func
-    out = flash_attn_func(q, k, v, causal=True)          # (batch, seqlen, heads, head_dim)
+    out = flash_attn_func(q, k, v, causal=True)  # (batch, seqlen, heads, head_dim)
 
-docs/guides/attention.md has the formula that they compute, and what each argument means. The work is done in
-flash_attn/_ops/flash_attn.py. (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
+Each says in its docstring what it computes. The work is done in flash_attn/_ops/flash_attn.py. (Dao et al. 2022,
+arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
 """
 
 import inspect
@@ -87,10 +87,9 @@ def flash_attn_func(
 
         from flash_attn import flash_attn_func
 
-    With s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes and attn_bias in this order, and sums
-    over the keys that row i sees:
-
-        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j],  where  lse[i] = log(sum_j exp(s(i, j)))
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     float16 and bfloat16 run in kernels on an NVIDIA GPU; float32, and everything on other devices, in plain PyTorch.
 
@@ -193,10 +192,9 @@ def flash_attn_kvpacked_func(
 
         from flash_attn import flash_attn_kvpacked_func
 
-    With s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes and attn_bias in this order, and sums
-    over the keys that row i sees:
-
-        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j],  where  lse[i] = log(sum_j exp(s(i, j)))
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     The same as `flash_attn_func(q, kv[:, :, 0], kv[:, :, 1])`.
 
@@ -284,10 +282,9 @@ def flash_attn_qkvpacked_func(
 
         from flash_attn import flash_attn_qkvpacked_func
 
-    With s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes and attn_bias in this order, and sums
-    over the keys that row i sees:
-
-        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j],  where  lse[i] = log(sum_j exp(s(i, j)))
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     The same as `flash_attn_func(*qkv.unbind(2))`, with one copy less where they come from one projection.
 
@@ -389,10 +386,9 @@ def flash_attn_varlen_func(
 
     Each entry is a sequence that sees no other one.
 
-    With s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes and attn_bias in this order, and sums
-    over the keys that row i sees:
-
-        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j],  where  lse[i] = log(sum_j exp(s(i, j)))
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     Arguments:
         q: (total_q, heads, head_dim).
@@ -554,10 +550,9 @@ def flash_attn_varlen_kvpacked_func(
 
     Each entry is a sequence that sees no other one.
 
-    With s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes and attn_bias in this order, and sums
-    over the keys that row i sees:
-
-        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j],  where  lse[i] = log(sum_j exp(s(i, j)))
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     Arguments:
         q: (total_q, heads, head_dim).
@@ -660,10 +655,9 @@ def flash_attn_varlen_qkvpacked_func(
 
     Each entry is a sequence that sees no other one.
 
-    With s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes and attn_bias in this order, and sums
-    over the keys that row i sees:
-
-        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j],  where  lse[i] = log(sum_j exp(s(i, j)))
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     Arguments:
         qkv: (total, 3, heads, head_dim): queries, keys, values.
@@ -770,10 +764,11 @@ def flash_attn_with_kvcache(
 
         from flash_attn import flash_attn_with_kvcache
 
-    It rotates new queries and keys first, if it is given rotary_cos. With s(i, j) = softmax_scale * <q[i], k[j]>,
-    changed by softcap, alibi_slopes and attn_bias in this order, and sums over the keys of the cache that row i sees:
+    It rotates new queries and keys first, if it is given rotary_cos.
 
-        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j],  where  lse[i] = log(sum_j exp(s(i, j)))
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys of the cache that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     Entry b of the batch uses row cache_batch_idx[b] (or b) of the cache; n = cache_seqlens[b] of its positions are
     filled. If k and v are given, they are written, in place, to positions n, n + 1, ... The keys attended to are
