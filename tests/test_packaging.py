@@ -617,7 +617,7 @@ def test_sdist_makes_the_same_wheel(sdist, wheel, tmp_path):
 
 
 def test_what_repeats_the_makefile_and_the_version():
-    """Workflows and pages run targets that there are, with extras that there are; what a release says has its version."""
+    """Workflows and pages run targets that there are, with extras that there are; a release names one version."""
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
     targets = set(re.findall(r"^([\w-]+):.*## ", makefile, re.MULTILINE))
     pages = [
