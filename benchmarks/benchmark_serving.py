@@ -8,6 +8,7 @@ of a plain copy and a plain matmul of the same run: 1 is the roof.
 flash_attn  the cache in pages
 varlen      the same through flash_attn_varlen_func, for rows that flash_attn measures by flash_attn_with_kvcache
 portable    flash_attn by this library's kernels for sm_80
+16 bits     of a cache in float8: the same call with keys and values of 16 bits, which are twice the bytes of the row
 dense       a chunk of a prompt by flash_attn_func, over keys that lie in one tensor: what pages cost
 torch       scaled_dot_product_attention by cuDNN, over keys that lie in one tensor, for entries of equal length
 """
@@ -33,11 +34,12 @@ class Row:
     head_dim: int = 128
     page_size: int = 16
     window: int = -1
+    float8: bool = False  # the cache, beside queries of 16 bits
 
     def __str__(self):
         entries = "+".join(f"{count}x{rows}on{keys}" for count, rows, keys in self.entries)
-        window = f" window {self.window}" if self.window >= 0 else ""
-        return f"{self.name} {entries}x{self.heads}/{self.heads_k}x{self.head_dim} pages {self.page_size}{window}"
+        rest = f" window {self.window}" * (self.window >= 0) + " float8" * self.float8
+        return f"{self.name} {entries}x{self.heads}/{self.heads_k}x{self.head_dim} pages {self.page_size}{rest}"
 
     @property
     def lengths(self):
@@ -51,7 +53,7 @@ class Row:
     @property
     def bytes(self):
         seen = [min(keys, rows + self.window) if self.window >= 0 else keys for rows, keys in self.lengths]
-        return 2 * 2 * self.heads_k * self.head_dim * sum(seen)
+        return 2 * (1 if self.float8 else 2) * self.heads_k * self.head_dim * sum(seen)
 
     @property
     def flops(self):
@@ -77,6 +79,8 @@ ROWS = {
         Row("D10", ((128, 1, 8 * K),), 64, 8, head_dim=64, window=128),
         Row("D11", ((32, 1, 4 * K),), 16, 8, head_dim=256),
         Row("D12", ((32, 1, 4 * K),), 32, 8, page_size=1),
+        Row("D13", ((64, 1, 8 * K),), 64, 8, float8=True),
+        Row("D14", ((8, 1, 4 * K),), 32, 8, float8=True),
         Row("S1", ((1, 16, 16 * K),), 32, 8),
         Row("S2", ((1, 16, 64 * K),), 32, 8),
         Row("S3", ((8, 16, 64 * K),), 32, 8),
@@ -88,11 +92,17 @@ ROWS = {
         Row("P4", ((8, 512, 4 * K),), 32, 8),
         Row("P5", ((16, 128, 16 * K),), 32, 8),
         Row("X1", ((4, 512, 4 * K), (124, 1, 4 * K)), 32, 8),
+        *(Row("S3", ((8, 16, 64 * K),), 32, 8, page_size=size, float8=True) for size in (1, 16)),
+        Row("S5", ((64, 4, 4 * K),), 64, 8, float8=True),
+        Row("P2", ((1, 2 * K, 32 * K),), 64, 8, float8=True),
+        Row("P4", ((8, 512, 4 * K),), 32, 8, float8=True),
+        Row("X1", ((4, 512, 4 * K), (124, 1, 4 * K)), 32, 8, float8=True),
     ],
     "cpu": [
         Row("decode", ((4, 1, 512),), 8, 2, head_dim=64),
         Row("verify", ((2, 4, 512),), 8, 2, head_dim=64),
         Row("mixed", ((1, 64, 128), (3, 1, 128)), 8, 2, head_dim=64),
+        Row("decode", ((4, 1, 512),), 8, 2, head_dim=64, float8=True),
     ],
 }
 
@@ -119,16 +129,21 @@ def providers(row: Row, dtype: torch.dtype, device: str) -> dict[str, Callable[[
     )
     options = dict(block_table=table, causal=True, window_size=(row.window, 0) if row.window >= 0 else (-1, -1))
 
-    def varlen():
-        return flash_attn_varlen_func(q, k, v, starts_q, starts_k, max(rows), max(keys), **options)
+    batched = q.view(len(rows), rows[0], row.heads, row.head_dim) if row.is_uniform else None
 
+    def cached(k=k, v=v, **scales):
+        return flash_attn_with_kvcache(batched, k, v, cache_seqlens=lengths, **options, **scales)
+
+    def varlen(k=k, v=v, **scales):
+        return flash_attn_varlen_func(q, k, v, starts_q, starts_k, max(rows), max(keys), **options, **scales)
+
+    call = cached if row.is_uniform else varlen
+    if row.float8:
+        scale = torch.full((row.heads_k,), 0.5, device=device)
+        codes = dict(zip("kv", pool.to(torch.float8_e4m3fn), strict=True), k_descale=scale, v_descale=scale)
+        return {"flash_attn": functools.partial(call, **codes), "16 bits": call}
     if not row.is_uniform:
         return {"flash_attn": varlen, **portable(varlen, device)}
-    batched = q.view(len(rows), rows[0], row.heads, row.head_dim)
-
-    def cached():
-        return flash_attn_with_kvcache(batched, k, v, cache_seqlens=lengths, **options)
-
     return {"flash_attn": cached, "varlen": varlen, **portable(cached, device), **dense(row, batched, device)}
 
 

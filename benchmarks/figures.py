@@ -26,6 +26,7 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "level 2": ("this library, batch invariance at level 2", "#999999", "p", ".."),
     "flash_attn apart": ("this library, layers apart", "#bbbbbb", "h", "oo"),
     "dense": ("this library, keys in one tensor", "#bbbbbb", "h", "oo"),
+    "16 bits": ("this library, a cache in 16 bits", "#666666", "s", "xx"),
     "varlen": ("this library, packed queries", "#666666", "s", "xx"),
     "padded": ("this library, values padded to the width of keys", "#bbbbbb", "h", "oo"),
     "two_passes": ("this library, in two passes", "#bbbbbb", "h", "oo"),

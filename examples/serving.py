@@ -3,6 +3,7 @@
     pip install '.[examples]'                            # once: brings tqdm and matplotlib
     python examples/serving.py                           # half a minute on two CPU cores
     python examples/serving.py --rate 50 --pages 32      # more requests than the pool has room for
+    python examples/serving.py --float8                  # a pool in float8, half the memory of 16 bits
     python examples/serving.py --transformers            # beside transformers' continuous batching, which this wants
 
 1. tiny_lm.py learns a little Python: a small transformer that continues bytes.
@@ -35,6 +36,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from flash_attn import flash_attn_varlen_func
+from flash_attn.functional import float8_descale, to_float8
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.utils.generation import OutOfPages, PageAllocator, copy_pages
 from tiny_lm import DTYPES, HEAD_DIM, MAX_POSITIONS, VOCAB, TinyLM, cut, mixed_precision, python_sources, train
@@ -63,14 +65,14 @@ class Request:
 class Server:
     """Runs a model for many requests, in steps of at most `budget` tokens, over one pool of pages."""
 
-    def __init__(self, model, prefix, num_pages, page_size, budget):
+    def __init__(self, model, prefix, num_pages, page_size, budget, float8=False):
         self.model, self.prefix, self.budget = model, prefix, budget
         self.pages = PageAllocator(num_pages, page_size)
         device, heads = model.cos.device, model.embedding.embedding_dim // HEAD_DIM
         shape = (num_pages, page_size, 2, heads, HEAD_DIM)
-        self.caches = {
-            block: torch.zeros(shape, device=device, dtype=DTYPES[device.type]) for block in range(len(model.blocks))
-        }
+        dtype = torch.float8_e4m3fn if float8 else DTYPES[device.type]
+        self.caches = {block: torch.zeros(shape, device=device, dtype=dtype) for block in range(len(model.blocks))}
+        self.scales = {block: [] for block in self.caches}  # in float8, of keys and of values: those of the prefix fit
         self.waiting, self.running = collections.deque(), []
         self.counts = collections.Counter()  # of what happened, for the report
         self.start = time.perf_counter()
@@ -152,8 +154,8 @@ class Server:
         step = Step(self.pages, parts, self.model)
         with mixed_precision(step.tokens.device):
             x = self.model.embedding(step.tokens)
-            for block, cache in zip(self.model.blocks, self.caches.values()):
-                x = x + attend(block.attention, block.attention_norm(x), cache, step)
+            for block, cache, scales in zip(self.model.blocks, self.caches.values(), self.scales.values()):
+                x = x + attend(block.attention, block.attention_norm(x), cache, step, scales)
                 x = x + block.mlp(block.mlp_norm(x))
             return self.model.logits(self.model.norm(x[step.last]))
 
@@ -194,16 +196,26 @@ class Step:
         )
 
 
-def attend(attention, x, cache, step):
-    """tiny_lm's attention of packed tokens x (total, dim), over pages (pages, page size, 2, heads, HEAD_DIM)."""
+def attend(attention, x, cache, step, scales):
+    """tiny_lm's attention of packed tokens x (total, dim), over pages (pages, page size, 2, heads, HEAD_DIM).
+
+    scales: of keys and of values, each (heads,), by which a cache in float8 is multiplied; the first call makes them.
+    """
     q, k, v = attention.qkv(x).unflatten(-1, (3, -1, HEAD_DIM)).unbind(1)  # each (total, heads, HEAD_DIM)
     q, k = (apply_rotary_emb(each[None], step.cos, step.sin)[0] for each in (q, k))
-    cache.flatten(0, 1)[step.slots] = torch.stack([k, v], dim=1).to(cache.dtype)
+    options = dict(causal=True, window_size=attention.window)
+    if cache.dtype == torch.float8_e4m3fn:
+        scales += [] if scales else [2 * float8_descale(each) for each in (k, v)]  # room for larger ones
+        k, v = (to_float8(each, scale) for each, scale in zip((k, v), scales))
+        options |= dict(k_descale=scales[0], v_descale=scales[1])
+        q = q.bfloat16()  # also on the CPU
+    else:
+        q = q.to(cache.dtype)
     k_pages, v_pages = cache.unbind(2)
-    out = flash_attn_varlen_func(
-        q.to(cache.dtype), k_pages, v_pages, **step.where, causal=True, window_size=attention.window
-    )
-    return attention.out(out.flatten(1))
+    for pages, each in ((k_pages, k), (v_pages, v)):
+        pages.flatten(0, 1)[step.slots] = each.to(pages.dtype)
+    out = flash_attn_varlen_func(q, k_pages, v_pages, **step.where, **options)
+    return attention.out(out.flatten(1).to(x.dtype))
 
 
 @torch.no_grad()
@@ -410,6 +422,7 @@ def main():
     add("--page-size", type=count, default=16, help="tokens in a page (default %(default)s)")
     add("--budget", type=count, default=64, help="most tokens in a step (default %(default)s)")
     add("--seed", type=int, default=0)
+    add("--float8", action="store_true", help="keep keys and values in float8, with scales of each head")
     add("--transformers", action="store_true", help="also serve the requests by transformers, all of them at once")
     add("--check", action="store_true", help="compare with each request served alone")
     add("--out", type=pathlib.Path, default=PLOT, help="the plot (default: demo/serving.png)")
@@ -430,7 +443,7 @@ def main():
     torch.manual_seed(args.seed)
     model = TinyLM(args.dim, args.layers, args.context).to(args.device)
     train(model, training, args.steps, batch=16, seed=args.seed)
-    server = Server(model, prefix, args.pages, args.page_size, args.budget)
+    server = Server(model, prefix, args.pages, args.page_size, args.budget, args.float8)
     serve(server, requests)
     report(server, requests)
     plot(requests, args.out)
@@ -439,7 +452,8 @@ def main():
         compare_with_transformers(args, training, [prefix + request.prompt for request in requests])
     if args.check:
         equal = sum(alone(model, prefix, each) == each.tokens for each in tqdm(requests, desc="each alone"))
-        print(f"{equal} of {len(requests)} requests have the tokens that they get alone")
+        from_16_bits = ", with a cache that is not in float8" if args.float8 else ""
+        print(f"{equal} of {len(requests)} requests have the tokens that they get alone{from_16_bits}")
     last = requests[-1]
     print(f"\nrequest {last.name}:\n{bytes(last.prompt + last.tokens).decode(errors='replace')}")
 

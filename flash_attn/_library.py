@@ -353,6 +353,7 @@ def define(
     beyond_kernel: Callable[[Sequence[Any]], list[str]] | None = None,
     writes: Callable[[tuple], Sequence[int]] | None = None,
     triton: Callable | None = None,
+    in_parts: Callable[[Sequence[Any]], Callable | None] | None = None,
     announces: bool = True,
     composite: Callable | None = None,
     flops: Callable[..., int] | None = None,
@@ -369,6 +370,8 @@ def define(
     kernel_dtypes: the dtypes of the first argument that the kernel takes, if these are not all that the op takes.
     beyond_kernel: returns what in these arguments, apart from that dtype, the kernel does not take, as words for a
         warning; an empty list if it takes them all.
+    in_parts: returns a function that computes a call that is beyond the kernel by several calls which are not, or None
+        if these arguments have none.
     writes: returns the places of the arguments that a call with these writes to; by default, all that the op can.
     triton: the same function as the launch of a Triton kernel, for GPUs if the library has no kernel. It imports Triton
         when it is first called.
@@ -382,7 +385,7 @@ def define(
     load_error()
     name, _, rest = schema.partition("(")
     names = [name, f"{name}_reference"] if kernel_dtypes else [name]
-    announced = _announced(name, reference, announces, beyond_kernel)
+    announced = _announced(name, reference, announces, beyond_kernel, in_parts)
     for each in names:
         _LIBRARY.define(f"{each}({rest}")
         _LIBRARY.impl(each, announced, "CompositeExplicitAutograd")
@@ -438,7 +441,7 @@ def _on_its_device(launch):
     return kernel
 
 
-def _announced(name, reference, announces=True, beyond_kernel=None):
+def _announced(name, reference, announces=True, beyond_kernel=None, in_parts=None):
     """Returns `reference` as a kernel that, if it `announces`, warns once where it takes the place of a kernel.
 
     The dispatcher also comes here with sparse and nested tensors, for which no kernel is registered: they are refused.
@@ -454,7 +457,8 @@ def _announced(name, reference, announces=True, beyond_kernel=None):
                 raise NotImplementedError(
                     f"{name} must have dense tensors, found {'a nested one' if x.is_nested else x.layout}"
                 )
-        if announces and is_where_kernels_run(args[0]):
+        divided = in_parts and in_parts(args)
+        if announces and not divided and is_where_kernels_run(args[0]):
             causes = beyond_kernel(args) if beyond_kernel else []
             if causes or has_kernel(name):
                 why = f"the kernel does not take {' and '.join(causes) or args[0].dtype}"
@@ -462,6 +466,6 @@ def _announced(name, reference, announces=True, beyond_kernel=None):
                 why = why_no_kernel(name)
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
         with without_autocast(args[0]), _torch_private.below_autograd():
-            return reference(*args)
+            return (divided or reference)(*args)
 
     return kernel

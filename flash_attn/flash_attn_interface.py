@@ -379,6 +379,9 @@ def flash_attn_varlen_func(
     scheduler_metadata: Tensor | None = None,
     qv: None = None,
     q_v: None = None,
+    q_descale: float | Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, softmax(q k^T) v, of packed sequences of different lengths, whose keys may be in pages.
 
@@ -433,6 +436,13 @@ def flash_attn_varlen_func(
             level of `flash_attn.set_batch_invariant` is 2.
         scheduler_metadata: int32, what `get_scheduler_metadata` returned, or None; it changes nothing.
         qv, q_v: must be None: queries of the values are not supported. Concatenate them to q, and v to k.
+        k_descale, v_descale: for k and v in torch.float8_e4m3fn beside a q of 16 bits, what their codes are multiplied
+            by: a number, or float32 that broadcasts to (batch, heads_k), such as (heads_k,); None means 1. The result
+            has the bits of the call with k, v and q converted to float16, but for its dtype, with softmax_scale times
+            k_descale in float32, and with out times v_descale before it is rounded. There is no gradient, no dropout
+            and no S_dmask, and what q has beyond float16's range becomes infinite. `flash_attn.functional` makes codes.
+        q_descale: the same for a q in float8, which is converted; None otherwise. out has then the dtype of the
+            argument out, or bfloat16.
 
     Returns:
         out, shaped like q, with the head_dim of v; or (out, softmax_lse, S_dmask), where softmax_lse is
@@ -458,6 +468,7 @@ def flash_attn_varlen_func(
         and (return_lse is True or return_lse is False)
         and (return_softmax_lse is True or return_softmax_lse is False)
         and learnable_sink is attn_bias is key_ranges is seqused_q is qv is q_v is None
+        and q_descale is k_descale is v_descale is None
         and type(attention_chunk) is int
         and attention_chunk == 0
     ):
@@ -493,6 +504,9 @@ def flash_attn_varlen_func(
         seqused_k,
         return_lse or return_softmax_lse,
         return_max_logit,
+        q_descale,
+        k_descale,
+        v_descale,
     )
     results = flash_attn.forward(
         q,
@@ -759,6 +773,9 @@ def flash_attn_with_kvcache(
     scheduler_metadata: Tensor | None = None,
     qv: None = None,
     q_v: None = None,
+    q_descale: float | Tensor | None = None,
+    k_descale: float | Tensor | None = None,
+    v_descale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """A step of decoding: appends new keys and values to a cache, in place, and attends to all of it.
 
@@ -823,6 +840,11 @@ def flash_attn_with_kvcache(
             must be contiguous. It must share no memory with the inputs. None makes a new one.
         scheduler_metadata: int32, what `get_scheduler_metadata` returned, or None; it changes nothing.
         qv, q_v: must be None: queries of the values are not supported. Concatenate them to q, and v to k.
+        k_descale, v_descale: for caches in torch.float8_e4m3fn beside q, k and v of 16 bits, what their codes are
+            multiplied by, as in `flash_attn_varlen_func`. Keys and values that are appended, rotated and in 16 bits,
+            are divided by them, and rounded to the nearest code, or to the largest, 448, if they are beyond it.
+        q_descale: the same for a q in float8, which is converted; None otherwise, and where keys are appended. out has
+            then the dtype of the argument out, that of k, or bfloat16.
 
     Returns:
         out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q), or (heads, total_q)
@@ -843,6 +865,7 @@ def flash_attn_with_kvcache(
         and softcap == 0
         and (rotary_interleaved is True or rotary_interleaved is False)
         and learnable_sink is attn_bias is key_ranges is qv is q_v is None
+        and q_descale is k_descale is v_descale is None
         and (return_softmax_lse is True or return_softmax_lse is False)
         and return_max_logit is False
         and type(attention_chunk) is int
@@ -879,6 +902,9 @@ def flash_attn_with_kvcache(
         attention_chunk,
         return_lse=return_softmax_lse,
         return_max_logit=return_max_logit,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     out, softmax_lse, max_logit = flash_attn.decode(
         q,

@@ -1,4 +1,4 @@
-"""Statistics of attention (weights, their sums, maxima, entropy), and the merging of partial results.
+"""Statistics of attention (weights, their sums, maxima, entropy), merging of partial results, and codes of float8.
 
 None of these functions holds a seqlen_q x seqlen_k tensor, except `weights`, which returns one, and `column_sums` with
 some biases. q is (batch, seqlen_q, heads, head_dim) and k (batch, seqlen_k, heads_k, head_dim); `combine` also takes
@@ -15,10 +15,20 @@ import torch
 from torch import Tensor
 
 from flash_attn._errors import ArgumentError, ArgumentTypeError
-from flash_attn._ops import checks, flash_attn
+from flash_attn._ops import checks, flash_attn, flash_attn_features
 from flash_attn._ops.merge_states import merge_states_
 
-__all__ = ["column_sums", "combine", "entropy", "merge_attn_states", "row_max", "row_max_and_sum", "weights"]
+__all__ = [
+    "column_sums",
+    "combine",
+    "entropy",
+    "float8_descale",
+    "merge_attn_states",
+    "row_max",
+    "row_max_and_sum",
+    "to_float8",
+    "weights",
+]
 
 _FLOATS = (*flash_attn.DTYPES, torch.float64)
 _OPTIONS = tuple(inspect.signature(flash_attn.score_arguments).parameters)[2:]  # after q and k
@@ -314,6 +324,64 @@ def entropy(
     empty = lse == math.inf
     found = (lse.masked_fill(empty, 0) - score).masked_fill(empty, 0)
     return found - found.detach().clamp(max=0)  # at least 0 despite rounding, with an unchanged derivative
+
+
+@torch.no_grad()
+def float8_descale(x: Tensor, *, per_head: bool = True) -> Tensor:
+    """The scale with which float8 holds keys or values: the largest size among them, over 448, the largest code.
+
+    Codes keep 4 bits of a number down to 2^-14 of the largest. So a scale may be several times too large without harm,
+    while what is appended later beyond 448 times the scale is cut off there.
+
+    Arguments:
+        x: floating point (.., heads_k, head_dim): keys or values of a layer for a text like those to come. Infinite
+            numbers and NaN are not counted.
+        per_head: a scale for each key head; else one for all.
+
+    Returns:
+        float32 (heads_k,), or () if not per_head, for the argument k_descale or v_descale. It is never 0: where x is
+        nothing but 0, it is 1.
+
+    Example:
+        >>> float8_descale(torch.tensor([[[448.0, -1.0], [0.0, 0.0], [7.0, -14.0]]]))
+        tensor([1.0000, 1.0000, 0.0312])
+    """
+    checks.tensor("x", x, dtypes=_FLOATS)
+    checks.number("x.dim()", x.dim(), x.dim() >= 2, "at least 2, (.., heads_k, head_dim)")
+    checks.flag("per_head", per_head)
+    sizes = x.abs().masked_fill(~x.isfinite(), 0).movedim(-2, 0)
+    rows = sizes.flatten(1) if per_head else sizes.flatten()
+    if rows.shape[-1] == 0:
+        return rows.new_ones(rows.shape[:-1], dtype=torch.float32)
+    descale = rows.amax(-1).float() / flash_attn_features.LARGEST_FLOAT8
+    return torch.where(descale > 0, descale.clamp(min=torch.finfo(torch.float32).smallest_normal), 1)
+
+
+@torch.no_grad()
+def to_float8(x: Tensor, descale: float | Tensor = 1.0) -> Tensor:
+    """Keys or values as codes of float8, as `flash_attn.flash_attn_with_kvcache` stores what it appends.
+
+    Arguments:
+        x: floating point (.., heads_k, head_dim), such as a cache.
+        descale: what codes are multiplied by where they are used: a number, or float32 (heads_k,) or (batch, heads_k),
+            or what else broadcasts to x without its sequence and its head_dim.
+
+    Returns:
+        float8_e4m3fn, shaped like x: what is nearest to x / descale, and ties go to even; the largest code, 448, for
+        what is beyond it, and NaN for NaN.
+
+    Example:
+        >>> k = torch.randn(1, 5, 2, 16)
+        >>> descale = float8_descale(k)
+        >>> torch.allclose(to_float8(k, descale).float() * descale[:, None], k, rtol=2**-4, atol=1e-4)
+        True
+    """
+    checks.tensor("x", x, dtypes=_FLOATS)
+    if not isinstance(descale, Tensor):
+        descale = torch.full((), checks.as_float("descale", descale), device=x.device)
+    checks.number("x.dim()", x.dim(), x.dim() >= 3, "at least 3, (.., seqlen, heads_k, head_dim)")
+    checks.broadcasts("descale", descale, (*x.shape[:-3], x.shape[-2]), dtypes=(torch.float32,), device=x.device)
+    return flash_attn_features.encoded(x, descale.unsqueeze(-1) if descale.dim() < 2 else descale[..., None, :, None])
 
 
 def _named(function: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -126,8 +126,15 @@ def test_serving(tmp_path):
     )
     assert "tokens per second" in printed and "of 4 requests have the tokens" in printed
     assert path.read_bytes().startswith(b"\x89PNG")
-    printed = _run("serving.py", *model, "--requests", "1", "--length", "1", "--budget", "1", "--out", str(path))
+    one = ["--requests", "1", "--length", "1", "--budget", "1", "--float8"]
+    printed = _run("serving.py", *model, *one, "--out", str(path))
     assert printed.startswith("1 requests, 1 tokens") and "first token after" in printed and "one every" not in printed
+
+
+def test_float8_cache():
+    printed = _run("float8_cache.py", "--steps", "2", "--dim", "64", "--layers", "1", "--context", "16")
+    assert [line.count(",") >= 2 for line in printed.splitlines()] == [True] * 5
+    assert printed.splitlines()[0] == "cache,perplexity,change" and printed.splitlines()[1].endswith("+0.000%")
 
 
 def test_serving_beside_transformers(tmp_path):

@@ -26,7 +26,7 @@ using torch::stable::Tensor;
 // The dtype of a tensor as a number of PyTorch's. Tensor::scalar_type() takes up to twenty calls to translate it.
 inline int32_t dtype_number(const Tensor& tensor) {
   int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
   return dtype;
 }
 
@@ -97,7 +97,7 @@ Tensor new_tensor_of(const Sizes& sizes, int32_t dtype, const Tensor& like) {
     stride *= std::max<int64_t>(sizes.begin()[dim], 1);
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), dtype,
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), dtype,
                                                          aoti_torch_device_type_cuda(), like.get_device_index(),
                                                          &handle));
   return Tensor(handle);

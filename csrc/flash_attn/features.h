@@ -47,17 +47,19 @@ Features instance_for(const Params& p) {
   return Features::kAll;
 }
 
-// Whether rows of x can be moved in aligned chunks of 16 bytes (8 elements), and strides in chunks fit 32 bits.
+// Whether rows of x can be moved in aligned chunks of 16 bytes (8 elements or, of codes, 16), and strides in chunks fit
+// 32 bits.
 template <typename Data>
-bool is_aligned(const TensorRef<Data>& x, int head_dim) {
-  const auto in_chunks = [](int64_t elements) { return elements % 8 == 0 && elements >> 35 == 0; };
+bool is_aligned(const TensorRef<Data>& x, int head_dim, int chunk = 8) {
+  const auto in_chunks = [chunk](int64_t elements) { return elements % chunk == 0 && elements >> 35 == 0; };
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && in_chunks(x.batch) && in_chunks(x.seqlen) &&
          in_chunks(x.heads) && x.head_dim == 1 && in_chunks(head_dim);
 }
 
 inline bool all_aligned(const FwdParams& p) {
   const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
-  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim_v) &&
+  const int chunk = p.coded ? 16 : 8;  // of keys and values
+  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim, chunk) && is_aligned(p.v, head_dim_v, chunk) &&
          is_aligned(p.out, head_dim_v);
 }
 

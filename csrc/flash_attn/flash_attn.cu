@@ -9,6 +9,7 @@
 #include "common/environment.h"
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/cache/append.cuh"
+#include "flash_attn/cache/widen.cuh"
 #include "flash_attn/dispatch.h"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd/kernels.h"
@@ -49,6 +50,10 @@ template <typename T, int kHeadDim, Features kFeatures, int>
 auto fwd_instance(const DecodePlan&) {
   return run_decode<T, kHeadDim, kFeatures>;
 }
+template <typename T, int kHeadDim, Features kFeatures, int>
+auto fwd_instance(const CodedDecodePlan&) {
+  return run_decode_coded<T, kHeadDim, kFeatures>;
+}
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto fwd_instance(const FwdSm90Plan& plan) {
   if constexpr (has_wide_tile(kHeadDim, kFeatures)) {
@@ -61,6 +66,11 @@ template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto fwd_instance(const ServingPlan& plan) {
   if (plan.warpgroups == 1) return run_fwd_serving<T, kHeadDim, kFeatures, true, kHeadDimV>;
   return run_fwd_serving<T, kHeadDim, kFeatures, false, kHeadDimV>;
+}
+
+template <typename T, int kHeadDim, Features kFeatures, int>
+auto fwd_instance(const CodedServingPlan&) {
+  return run_fwd_serving_coded<T, kHeadDim, kFeatures>;
 }
 
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
@@ -141,9 +151,11 @@ void dmask(const DmaskParams& p, cudaStream_t stream) {
 }
 
 void append(const AppendParams& p, cudaStream_t stream) {
-  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.problem.dtype,
+  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype,
                                                     [&](auto kDType) { run_append<element_t<kDType>>(p, stream); });
 }
+
+void widen(const WidenParams& p, cudaStream_t stream) { run_widen(p, stream); }
 
 void ranges(const RangesParams& p, cudaStream_t stream) { run_ranges(p, stream); }
 

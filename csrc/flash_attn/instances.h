@@ -21,11 +21,17 @@ template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDim
 template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHeadDimV = kHeadDim>
 [[gnu::weak]] void run_fwd_serving(const ServingParams& p, cudaStream_t stream);
 
+template <typename T, int kHeadDim, Features kFeatures>
+[[gnu::weak]] void run_fwd_serving_coded(const ServingParams& p, cudaStream_t stream);
+
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 [[gnu::weak]] void run_fwd_invariant(const FwdSm90Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_decode(const DecodeParams& p, cudaStream_t stream);
+
+template <typename T, int kHeadDim, Features kFeatures>
+[[gnu::weak]] void run_decode_coded(const DecodeParams& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_bwd(const BwdSm80Params& p, cudaStream_t stream);

@@ -22,6 +22,9 @@ void dmask(const DmaskParams& p, cudaStream_t stream);
 // Puts new keys and values into a cache, and rotates them and the queries.
 void append(const AppendParams& p, cudaStream_t stream);
 
+// Converts keys and values that are codes.
+void widen(const WidenParams& p, cudaStream_t stream);
+
 // Writes key ranges that combine all restrictions of which keys a row sees.
 void ranges(const RangesParams& p, cudaStream_t stream);
 

@@ -18,6 +18,9 @@ namespace flash::flash_attn {
 constexpr int kUnbounded = (1 << 30) - 1;
 constexpr int kMaxSeqlen = 1 << 30;
 
+// Stands for a softmax scale of 0, which should make all scores 0: but hidden ones are -inf, and -inf * 0 is NaN.
+constexpr float kLeastSoftmaxScale = 1e-30f;
+
 // Further restricts, row by row, which keys a row sees: [first, end), counted in keys of the entry. A range may be
 // empty or reach beyond the entry's keys.
 struct KeyRanges {
@@ -43,6 +46,12 @@ struct Bias {
   bool is_bool;      // a mask: true for a key that is seen
   int keys;          // of a row of the tensor, an even number
   BiasRows rows;
+};
+
+// What the codes of a cache in 8 bits (e4m3) are multiplied by, a number for each entry and key head.
+struct Descale {
+  const float* data;     // (batch, heads_k); null: 1
+  int64_t batch, heads;  // strides, in floats; 0 where one number serves all
 };
 
 // What forward and backward share: shapes, where sequences lie, which keys a row sees, how scores are computed.
@@ -81,6 +90,10 @@ struct Problem {
   const int64_t* rng_state;  // (2), seed and offset of dropout, on the device; null without dropout
   int dropout_largest_kept;  // floor(255 (1 - p)): an element is kept if its random byte is at most this
   float dropout_rescale;     // 1 / (1 - p)
+
+  // Only where k and v were given as codes, and dtype is fp16: that of k is a part of the softmax scale, and O is
+  // multiplied by that of v before it is rounded.
+  Descale k_descale, v_descale;
 };
 
 // Keys and values in pages: position m of entry b is at [block_table[b, m / page_size], m % page_size].
@@ -91,6 +104,8 @@ struct Pages {
   int count = kMaxSeqlen;                   // of pages that k and v have; others must not be read or written
 };
 
+// Where k and v are a cache of codes in 8 bits, kernels convert them to fp16, which is exact, and compute in fp16. Most
+// kernels know nothing of codes: the cache is converted before (WidenParams).
 struct FwdParams {
   Problem problem;
   TensorRef<const void> q;  // (batch, seqlen_q, heads, head_dim); packed: (1, total_q, heads, head_dim)
@@ -98,11 +113,13 @@ struct FwdParams {
   TensorRef<const void> v;  // like k, with head_dim_v channels
   Pages pages;
   TensorRef<> out;     // like q, with head_dim_v channels
+  DType out_dtype;     // that of the problem or, with codes, also bf16
   TensorRef<> out_lo;  // what rounding has taken off out, rounded too, with out's strides; data is null if not wanted
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q); may be null
   float* lse_lo;       // likewise, what rounding has taken off softmax_lse; only with a bias; may be null
   float* row_max;      // likewise, the largest score of each row, -inf where there is none; may be null
 
+  bool coded;         // whether k and v are codes; q then has out_dtype
   bool aligned;       // whether all rows can be moved in aligned chunks of 16 bytes
   bool one_instance;  // whether calls with pages and without need the same instance, so that they have the same bits
 };
@@ -118,6 +135,19 @@ inline KeyExtent extent_of_keys(const FwdParams& p) {
   return {p.problem.batch_index ? kMaxSeqlen : p.problem.batch, p.problem.capacity_k};
 }
 
+// Keys and values that are codes, converted to fp16 in tensors of their own, and queries with them.
+struct WidenParams {
+  FwdParams fwd;  // with codes
+  TensorRef<> k;  // (entries, rows, heads_k, head_dim), contiguous; data is null if only queries are converted
+  TensorRef<> v;
+  // Where a key is in them: at the place where it is in the cache, or at [its entry, its position]. With pages, each
+  // entry then has one, and `table` is their block table, (batch, 1), which is written, too.
+  bool by_entry;
+  int* table;
+  TensorRef<> q;             // like fwd.q, contiguous; data is null if fwd.q is fp16 already
+  int longest_q, longest_k;  // no entry has more rows, or keys
+};
+
 // S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. Keys are cut into blocks of dmask_width
 // (fwd/tiles.h), and m(i, j) is the largest score of row i in the block that holds j and in all blocks to its right.
 struct DmaskParams {
@@ -131,6 +161,8 @@ struct DmaskParams {
 // into a tensor of their own.
 struct AppendParams {
   Problem problem;  // its lengths are those after appending
+  DType dtype;      // of queries, new keys and values, and of the cache unless that is coded
+  bool coded;       // whether the cache holds codes: new keys and values are divided by the descales, and rounded
   int seqlen_new;
   TensorRef<const void> q;
   TensorRef<const void> k;  // (batch, seqlen_new, heads_k, head_dim)

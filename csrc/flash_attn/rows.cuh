@@ -46,6 +46,16 @@ __device__ void with_query_rows(const Tiling& tiling, const TensorRef<Data>& x, 
   fn(strided_rows<T>(x, work));
 }
 
+// k or v as kernels move it: in units of 16 bits, an element each or, of codes in 8 bits, two.
+template <typename Config>
+__host__ __device__ TensorRef<const void> in_units(const TensorRef<const void>& x) {
+  if constexpr (Config::kCoded) {
+    return {x.data, x.batch / 2, x.seqlen / 2, x.heads / 2, 1};
+  } else {
+    return x;
+  }
+}
+
 // Where a row of k or v is: the page, and the row in it.
 struct Place {
   int page, row;

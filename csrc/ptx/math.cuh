@@ -69,6 +69,46 @@ __device__ float2 unpack(uint32_t packed) {
   }
 }
 
+// Four codes in 8 bits (e4m3), from the low byte on, as four fp16 values, two in each register. The conversion is
+// exact, and NaN stays NaN.
+__device__ inline uint2 widen_e4m3(uint32_t codes) {
+  uint2 wide;
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(wide.x), "=r"(wide.y)
+      : "r"(codes));
+#else
+  // Shifted by 7 bits, a code is 2^-8 times its value; only a NaN is 480 then, as no other code is.
+  const auto widen_pair = [](uint32_t spread) {
+    const uint32_t small = (spread & 0x80008000u) | (spread >> 1 & 0x3F803F80u);
+    const __half2 pair = __hmul2(reinterpret_cast<const __half2&>(small), __float2half2_rn(256));
+    return reinterpret_cast<const uint32_t&>(pair) | __vcmpeq2(small & 0x7FFF7FFFu, 0x3F803F80u);
+  };
+  wide = {widen_pair(__byte_perm(codes, 0, 0x1404)), widen_pair(__byte_perm(codes, 0, 0x3424))};
+#endif
+  return wide;
+}
+
+__device__ inline uint32_t swap_middle_bytes(uint32_t x) { return __byte_perm(x, 0, 0x3120); }
+
+// Rounds to the nearest code (e4m3), ties to even; what is larger than 448 becomes 448, and NaN stays NaN.
+__device__ inline uint8_t narrow_e4m3(float x) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+  return static_cast<uint8_t>(pair);
+#else
+  const float size = fminf(fabsf(x), 448);
+  const uint32_t bits = __float_as_uint(size), rounded = bits + 0x7FFFF + (bits >> 20 & 1);
+  const uint32_t normal = (rounded >> 20) - ((127 - 7) << 3), small = __float2uint_rn(size * 512);
+  const uint32_t code = x != x ? 0x7F : size < 0x1p-6f ? small : normal;
+  return static_cast<uint8_t>(code | (__float_as_uint(x) >> 24 & 0x80));
+#endif
+}
+
 // max(x, 0) of both halves; NaN stays NaN.
 template <typename T>
 __device__ uint32_t clamp_below(uint32_t packed) {

@@ -101,16 +101,17 @@ __device__ inline void transpose_quad(uint32_t (&words)[4]) {
 }
 
 // Rounds accumulators to T, as the left operand of the next product. Both layouts assign an element to the same lane.
-template <typename T, int kRows, int kCols>
-__device__ PackedFragment<T, kRows, kCols> pack(const Fragment<kRows, kCols>& fragment) {
+// pack: how two of them are packed.
+template <typename T, int kRows, int kCols, typename Pack = Rounded<T>>
+__device__ PackedFragment<T, kRows, kCols> pack(const Fragment<kRows, kCols>& fragment, Pack pack = {}) {
   PackedFragment<T, kRows, kCols> packed;
 #pragma unroll
   for (int slab = 0; slab < kRows / 16; ++slab) {
 #pragma unroll
     for (int tile = 0; tile < kCols / 8; ++tile) {
       const auto& c = fragment.values[slab][tile];
-      packed.values[slab][tile / 2][tile % 2 * 2] = ptx::pack<T>(c[0], c[1]);
-      packed.values[slab][tile / 2][tile % 2 * 2 + 1] = ptx::pack<T>(c[2], c[3]);
+      packed.values[slab][tile / 2][tile % 2 * 2] = pack(c[0], c[1]);
+      packed.values[slab][tile / 2][tile % 2 * 2 + 1] = pack(c[2], c[3]);
     }
   }
   return packed;

@@ -21,8 +21,9 @@ constexpr int kWarpgroup = 128;  // threads
 // Returns `value`, which is the same in all threads of a warp, and tells the compiler so: what it derives from the
 // result, such as descriptors, can be in uniform registers.
 __device__ inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
+__device__ inline float warp_uniform(float value) { return __shfl_sync(~0u, value, 0); }
 
-__device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgroup); }
+__device__ inline int warpgroup_id() { return warp_uniform(static_cast<int>(threadIdx.x / kWarpgroup)); }
 
 // Returns the value, but hides from the compiler where it comes from. So what is computed from it is computed anew at
 // each use (rematerialized), and not hoisted out of loops, where it would occupy registers.

@@ -29,7 +29,6 @@ from flash_attn._library import define_composite as define_composite
 from flash_attn._ops import autograd, checks, flops, invariance, rng, schema, sharding
 from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._ops.flash_attn_features import FeatureArguments
-from flash_attn._ops.lse import merge_parts
 from flash_attn._ops.rotary import rotary
 from flash_attn._reference import attention as reference
 from flash_attn._reference.attention.options import CacheOptions, Options
@@ -37,6 +36,8 @@ from flash_attn._reference.attention.options import CacheOptions, Options
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
 TABLE_DTYPES = (*DTYPES, torch.float64)  # of rotary_cos and rotary_sin
+FLOAT8 = with_features.FLOAT8
+_ALL_FLOAT8 = (FLOAT8, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 MAX_HEAD_DIM = with_features.KERNEL_HEAD_DIM
 MAX_SPLITS = 128
 MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequence are likely swapped
@@ -79,12 +80,16 @@ def forward(
     (queries, keys, values), names = (q, k, v), ("q", "k", "v")
     if v is None:
         (queries, keys, values), names = unpack(q, k, v), ("q", "kv", "kv") if k is not None else ("qkv", "qkv", "qkv")
+    elif given is not None and options.get("cu_seqlens_q") is not None:
+        q = queries = with_features.in_16_bits(q, keys, given, out)
     if options.get("block_table") is not None:
         _take_lengths_from_seqused_k(given, options)
     batch, head_dim, is_plain = _check_qkv(names, queries, keys, values, options, given is not None)
     if return_softmax is not False:
         checks.flag("return_attn_probs", return_softmax)
-    if exact_gradients:
+    if keys.dtype is FLOAT8:
+        _check_needs_no_training(return_softmax, options)
+    elif exact_gradients:
         options["exact_gradients"] = True
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or given.any_given()):
@@ -112,8 +117,8 @@ def forward(
     features_op, inputs = with_features.fwd_features, (queries, keys, values)
     if out is not None:
         wants_lse = return_softmax or given is None or given.return_lse
-        ops = with_features.fwd_features_into, features_op
-        softmax_lse, max_logit = _call_into(out, wants_lse, ops, inputs, features, Options, arguments)
+        op = with_features.fwd_features_into
+        softmax_lse, max_logit = _call_into(op, out, wants_lse, inputs, features, Options, arguments)
     elif _needs_op(features, is_plain):
         out, softmax_lse, max_logit = _call_with_features(features_op, inputs, features, Options, arguments)
     else:
@@ -229,17 +234,21 @@ def decode(
     given: the arguments that flash-attn 2.8 does not have. out: a tensor to write the result to, and to return.
     options: the other fields of `CacheOptions`; None means the default.
     """
+    if given is not None:
+        q = with_features.in_16_bits(q, k_cache, given, out, k)
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
     names, packed = ("q", "k_cache", "v_cache"), options.get("cu_seqlens_q") is not None
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or given.any_given()):
-        features = with_features.checked(given, causal, q, batch, capacity, varlen=packed)
+        features = with_features.checked(given, causal, q, k_cache, batch, capacity, varlen=packed)
         features, causal = _simplified(features, causal)
     if cache_seqlens is not None:
         paged = options.get("block_table") is not None
         name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity, paged)
         options[name] = length
     if k is not None or v is not None:
+        if given is not None and given.q_descale is not None:  # which is in the scale of keys by now
+            raise ArgumentError("q_descale must be None where k is appended, found one: convert q to the dtype of k")
         _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options)
         options["k"], options["v"] = k, v
     if rotary_cos is not None or rotary_sin is not None:
@@ -255,8 +264,8 @@ def decode(
     features_op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
     if out is not None:
         wants_lse = given is None or given.return_lse
-        ops = with_features.fwd_kvcache_features_into, features_op
-        return out, *_call_into(out, wants_lse, ops, inputs, features, CacheOptions, arguments)
+        op = with_features.fwd_kvcache_features_into
+        return out, *_call_into(op, out, wants_lse, inputs, features, CacheOptions, arguments)
     if _needs_op(features, is_plain):
         return _call_with_features(features_op, inputs, features, CacheOptions, arguments)
     return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
@@ -719,7 +728,7 @@ def _features(given, causal, q, k, batch, options):
     """
     varlen, paged = options.get("cu_seqlens_q") is not None, options.get("block_table") is not None
     max_seqlen_k = options.get("max_seqlen_k") if varlen else k.shape[1]
-    features = with_features.checked(given, causal, q, batch, max_seqlen_k, varlen)
+    features = with_features.checked(given, causal, q, k, batch, max_seqlen_k, varlen)
     options["seqused_k"] = given.seqused_k
     # A graph may later be called with more keys; and where batches must not matter, their capacity must not.
     has_length = not (varlen or paged or torch.compiler.is_compiling() or invariance.level())
@@ -765,25 +774,13 @@ def _call_with_features(op, inputs, features, kind, arguments):
     sink, bias, *rest = features
     if features.none_but_sink():  # a call with fewer arguments is faster
         return *op(*inputs, sink, None, *arguments)[:2], None
-    options = kind(*arguments)
-    if _takes_two_calls(op, inputs, options, features):
-        out, softmax_lse, row_max = _in_two_calls(op, inputs, options, features)
-    else:
-        out, softmax_lse, row_max, *_ = op(*inputs, sink, bias, *options, *rest)
+    out, softmax_lse, row_max, *_ = op(*inputs, sink, bias, *kind(*arguments), *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
-def _call_into(out, wants_lse, ops, inputs, features, kind, arguments):
-    """`_call_with_features` with a tensor for out. Returns softmax_lse, or None if it is not wanted, and max_logit.
-
-    ops: the op that writes to tensors of its caller, and the one that returns new ones.
-    """
-    op, returning = ops
+def _call_into(op, out, wants_lse, inputs, features, kind, arguments):
+    """The same with a tensor for out, by an op that writes it. Returns softmax_lse, if it is wanted, and max_logit."""
     features, options = features or with_features.Features(), kind(*arguments)
-    if _takes_two_calls(returning, inputs, options, features):
-        result, lse, row_max = _in_two_calls(returning, inputs, options, features)
-        out.copy_(result)
-        return lse, _max_logit(row_max) if features.row_max else None
     q, (sink, bias, *rest) = inputs[0], features
     shape = _lse_shape(q, options.cu_seqlens_q)
     lse = q.new_empty(shape, dtype=torch.float32) if wants_lse else None
@@ -829,37 +826,6 @@ def _positions(q, start, options, features):
             found = options.rotary_cos.shape[0]
             raise ArgumentError(f"rotary_cos and rotary_sin must have at least {needed} rows, found {found}")
     return positions
-
-
-def _takes_two_calls(op, inputs, options, features):
-    """Whether two key ranges of each row are all that kernels do not take of a call: then they take two calls."""
-    q, _, v = inputs
-    if features.key_ranges is None or features.key_ranges.shape[-1] == 2 or q.dtype not in KERNEL_DTYPES:
-        return False
-    if torch.compiler.is_compiling():
-        has_kernels = _library.is_where_kernels_run(q)
-    else:
-        has_kernels = _library.runs_in_kernel(op.name, q)
-    return has_kernels and not with_features.beyond_kernels(q, v, options, features._replace(key_ranges=None))
-
-
-def _in_two_calls(op, inputs, options, features):
-    """Returns the results of an op with features by a call for each of two key ranges, from which gradients follow.
-
-    The second call over a cache appends once more: the same to the same place.
-    """
-    sink, bias, ranges, *rest = features
-    exact = isinstance(options, Options) and options.exact_gradients
-    if exact:  # rounded outs would spoil the gradients of how much each range counts
-        invariance.refuse_unkept(exact_gradients=True)
-        op = with_features.fwd_with_residue
-    parts, row_maxima = [], []
-    for each in with_features.disjoint(ranges):
-        out, lse, row_max, lse_lo, *out_lo = op(*inputs, None, bias, *options, each, *rest)
-        parts.append((with_features.unrounded(out, *out_lo) if exact else out, lse, None if bias is None else lse_lo))
-        row_maxima.append(row_max)
-    merged, lse = merge_parts(parts, sink)
-    return merged.to(inputs[0].dtype), lse, torch.maximum(*row_maxima)
 
 
 def _max_logit(row_max):
@@ -917,12 +883,13 @@ _NO_LENGTHS_IN_PAGES = (
 def _check_qkv(names, q, k, v, options, features=False):
     """Check q, k, v, named `names`, and the arguments that divide them into entries.
 
-    features: whether the caller may use an op with features, which takes a v of another head_dim and larger head dims.
-    Returns (batch, head_dim, is_plain); is_plain: whether the ops without features take these head dims.
+    features: whether the caller may use an op with features, which takes a v of another head_dim and larger head dims,
+        and in a call with cu_seqlens_q that names k, keys and values in float8.
+    Returns (batch, head_dim, is_plain); is_plain: whether the ops without features take these dtypes and head dims.
     """
-    checks.alike(names, (q, k, v), dtypes=DTYPES)
     cu_seqlens_q, block_table = options.get("cu_seqlens_q"), options.get("block_table")
     varlen, paged = cu_seqlens_q is not None, block_table is not None
+    is_float8 = _check_dtypes(names, q, k, v, takes_float8=features and varlen and names[1] == "k")
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     dims = 3 if varlen else 4
     if len(shape_q) != dims or not len(shape_k) == len(shape_v) == (4 if paged else dims):
@@ -944,7 +911,7 @@ def _check_qkv(names, q, k, v, options, features=False):
         batch = shape_q[0]
     if paged:
         _check_block_table(block_table, batch, q.device)
-    is_plain = _check_sizes(names[1], shape_q, shape_k, features)
+    is_plain = _check_sizes(names[1], shape_q, shape_k, features) and not is_float8
     if paged:
         checks.number("page_size", shape_k[1], shape_k[1] >= 1, "at least 1")
     elif not varlen:
@@ -955,6 +922,36 @@ def _check_qkv(names, q, k, v, options, features=False):
     if shape_v != shape_k:
         is_plain = _check_values(names[2], v, k, features) and is_plain
     return batch, shape_q[-1], is_plain
+
+
+def _check_dtypes(names, q, k, v, takes_float8):
+    """Check that q, k and v, named `names`, have one dtype, or k and v float8 beside a q of 16 bits, if that is taken.
+
+    Returns whether k and v are float8.
+    """
+    if getattr(k, "dtype", None) not in _ALL_FLOAT8 and getattr(v, "dtype", None) not in _ALL_FLOAT8:
+        checks.alike(names, (q, k, v), dtypes=DTYPES)
+        return False
+    if not takes_float8:
+        name, x = (names[1], k) if getattr(k, "dtype", None) in _ALL_FLOAT8 else (names[2], v)
+        raise ArgumentTypeError(
+            f"{name} must have dtype {' or '.join(map(str, DTYPES))} here, found {x.dtype}: flash_attn_varlen_func and "
+            f"flash_attn_with_kvcache take keys and values of {FLOAT8}"
+        )
+    checks.tensor(names[0], q, dtypes=KERNEL_DTYPES)
+    for name, x in zip(names[1:], (k, v), strict=True):
+        checks.tensor(name, x, dtypes=(FLOAT8,), device=q.device)
+    return True
+
+
+def _check_needs_no_training(return_softmax, options):
+    """Refuse what has no meaning, or no implementation, for a cache in float8."""
+    with_float8 = f"with keys and values of {FLOAT8}, found"
+    if return_softmax:
+        raise ArgumentError(f"return_attn_probs must be False {with_float8} True: call with return_lse=True")
+    dropout_p = options.get("dropout_p")
+    if dropout_p is not None and _check_dropout("dropout_p", dropout_p, None):
+        raise ArgumentError(f"dropout_p must be 0 {with_float8} {dropout_p}: they are of a cache, and have no gradient")
 
 
 def _check_sizes(name_k, shape_q, shape_k, features=False):
@@ -1162,9 +1159,9 @@ def _check_wants_no_gradient(names, tensors, features):
 def _check_cache(q, k_cache, v_cache, options, features):
     """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
 
-    features: as in `_check_qkv`. is_plain: whether the op without features takes these head dims.
+    features: as in `_check_qkv`. is_plain: whether the op without features takes these dtypes and head dims.
     """
-    checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
+    is_float8 = _check_dtypes(("q", "k_cache", "v_cache"), q, k_cache, v_cache, takes_float8=features)
     shape_q, shape_k = q.shape, k_cache.shape
     alike = v_cache.shape == shape_k
     cu_seqlens_q = options.get("cu_seqlens_q")
@@ -1180,7 +1177,7 @@ def _check_cache(q, k_cache, v_cache, options, features):
         batch = shape_q[0]
     else:
         batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
-    is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
+    is_plain = _check_sizes("k_cache", shape_q, shape_k, features) and not is_float8
     if not alike:
         is_plain = _check_values("v_cache", v_cache, k_cache, features) and is_plain
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):

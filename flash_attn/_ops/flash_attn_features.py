@@ -1,9 +1,10 @@
 """Attention with more features than flash-attn 2.8 has: the checks of their arguments, and the ops that compute them.
 
-The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
-each entry; and, seen from the shapes, head dims beyond those of the other ops. The ops take all of them together, and
-all options of the ops without features. `beyond_kernels` says which calls no kernel takes: these run in plain torch on
-every device.
+The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, causality and lengths of each
+entry, and scales of keys and values in float8; and, seen from the inputs, head dims beyond those of the other ops, and
+keys and values in float8. The ops take all of them together, and all options of the ops without features.
+`beyond_kernels` says which calls no kernel takes: these run in plain torch on every device, except those that are two
+calls of kernels, one for each of two key ranges.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,14 @@ from torch import Tensor
 from flash_attn import _library
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import autograd, checks, flops, invariance, schema, sharding
+from flash_attn._ops.lse import merge_parts
 from flash_attn._reference import attention as reference
-from flash_attn._reference.attention import differentiable
+from flash_attn._reference.attention import differentiable, float8
 from flash_attn._reference.attention.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT8, LARGEST_FLOAT8 = float8.DTYPE, float8.LARGEST  # of keys and values beside queries of 16 bits
+encoded = float8.encoded
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
 BIAS_DTYPES = (*SINK_DTYPES, torch.float64, torch.bool)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
@@ -38,23 +42,26 @@ class FeatureArguments(NamedTuple):
     seqused_k: Any = None
     return_lse: Any = False
     return_max_logit: Any = False
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
     def any_given(self) -> bool:
         """Whether any of these is not its default. Every call asks, so this is fast, and torch.compile can trace it."""
-        sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = self
-        no_tensors = sink is bias is ranges is seqused_q is seqused_k is None
+        sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit, q_descale, k_descale, v_descale = self
+        no_tensors = sink is bias is ranges is seqused_q is seqused_k is q_descale is k_descale is v_descale is None
         return not (no_tensors and lse is max_logit is False and type(chunk) is int and chunk == 0)
 
 
 def checked(
-    given: FeatureArguments, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool
+    given: FeatureArguments, causal: object, q: Tensor, k: Tensor, batch: int, max_seqlen_k: Any, varlen: bool
 ) -> Features:
     """Check the arguments, except seqused_k, and return them as the ops take them.
 
-    causal: only a tensor is checked here. max_seqlen_k: the number of keys of a dense batch; for packed tokens, the
-    bound that the caller gave, which is used if it is an int.
+    causal: only a tensor is checked here. q: as `in_16_bits` returns it. max_seqlen_k: the number of keys of a dense
+    batch; for packed tokens, the bound that the caller gave, which is used if it is an int.
     """
-    sink, bias, ranges, chunk, seqused_q, _, lse, max_logit = given
+    sink, bias, ranges, chunk, seqused_q, _, lse, max_logit, *_ = given
     heads, rows = q.shape[-2], q.shape[-3]
     checks.flags(return_lse=lse, return_max_logit=max_logit)
     invariance.refuse_unkept(return_max_logit=bool(max_logit))
@@ -75,7 +82,8 @@ def checked(
         if entries.dim() == 0:
             checks.flag("causal", entries, "a bool or a tensor (batch,)")
         checks.tensor("causal", entries, dtypes=(torch.bool, torch.int32), shape=(batch,), device=q.device)
-    return Features(sink, bias, ranges, chunk, entries, seqused_q, bool(max_logit))
+    k_descale, v_descale = _descales(given, k, batch)
+    return Features(sink, bias, ranges, chunk, entries, seqused_q, bool(max_logit), k_descale, v_descale)
 
 
 def _dense_bias(bias, q, whole):
@@ -149,6 +157,67 @@ def _broadcasts(shape, whole):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Keys and values in float8
+
+
+def in_16_bits(q: Tensor, k: Tensor, given: FeatureArguments, *others: Tensor | None) -> Tensor:
+    """Returns queries in float8 beside keys in float8 as the ops take them, in 16 bits; other queries as they are.
+
+    others: tensors of the call, or None, that must have the dtype of the queries: the first one decides on it.
+    """
+    if getattr(k, "dtype", None) is not FLOAT8:
+        return q
+    if getattr(q, "dtype", None) is not FLOAT8:
+        if given.q_descale is not None:
+            found = getattr(q, "dtype", type(q).__name__)
+            raise ArgumentError(f"q_descale must be None unless q has dtype {FLOAT8}, found one for a q of {found}")
+        return q
+    dtypes = [x.dtype for x in others if isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES]
+    return q.to(dtypes[0] if dtypes else torch.bfloat16)
+
+
+def _descales(given, k, batch):
+    """Check the scales of float8. Returns those of keys, which include that of queries, and of values, for the ops."""
+    if k.dtype is not FLOAT8:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            if getattr(given, name) is not None:
+                raise ArgumentError(f"{name} must be None unless keys and values have dtype {FLOAT8}, found {k.dtype}")
+        return None, None
+    shape = batch, k.shape[-2]
+    q_descale = _descale("q_descale", given.q_descale, shape, k.device)
+    k_descale = _descale("k_descale", given.k_descale, shape, k.device)
+    if q_descale is not None:
+        k_descale = q_descale if k_descale is None else q_descale * k_descale
+    return k_descale, _descale("v_descale", given.v_descale, shape, k.device)
+
+
+def _descale(name, descale, shape, device):
+    """Returns a scale as float32 (batch, heads_k), expanded, or None for 1."""
+    if descale is None:
+        return None
+    if not isinstance(descale, Tensor):
+        descale = checks.as_float(name, descale)
+        checks.number(name, descale, descale >= 0, "at least 0")
+        return None if descale == 1 else torch.full((), descale, dtype=torch.float32, device=device).expand(shape)
+    checks.tensor(name, descale, dtypes=(torch.float32,), device=device)
+    if descale.shape != shape:  # engines pass it expanded, for which this is the shorter way
+        checks.broadcasts(name, descale, shape)
+        descale = descale.expand(shape)
+    if descale.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{name} must not require grad, found requires_grad=True: scales have no gradient here")
+    return descale
+
+
+def refuse_gradients_of_float8(k: Tensor) -> None:
+    """Raise for keys in float8 where a derivative is wanted."""
+    if k.dtype is FLOAT8:
+        raise NotImplementedError(
+            f"k must not have dtype {FLOAT8} where a gradient or a tangent is wanted: a cache in float8 has none. Call "
+            "under torch.no_grad()"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The ops
 
 
@@ -179,7 +248,7 @@ def _beyond_head_dims(q, v, most):
 
 def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
     """Returns what in a call the kernels cannot compute, as a warning names it; empty if they can compute all."""
-    _, bias, ranges, _, causal, seqused_q, _ = features
+    _, bias, ranges, _, causal, seqused_q, *_ = features
     causes = []
     if bias is not None and bias.dtype not in (q.dtype, torch.float32, torch.bool):
         causes.append(f"attn_bias of dtype {bias.dtype}")
@@ -330,6 +399,95 @@ def _fwd_kvcache_into_reference(q, k_cache, v_cache, out, lse, row_max, *argumen
     write_into(_fwd_kvcache_reference(q, k_cache, v_cache, *arguments)[:3], out, lse, row_max)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Two key ranges of each row, of which kernels take one at a time
+
+
+def _divided(name, places, kind, function):
+    """Returns `in_parts` of the op `name` (see `_library.define`); function: computes two key ranges by two calls.
+
+    places: of q, v and the sink among the op's arguments.
+    """
+
+    def in_parts(args):
+        q, v = (args[place] for place in places[:2])
+        sink, bias, *arguments = args[places[2] :]
+        options, features = _split(sink, bias, arguments, kind)
+        ranges = features.key_ranges
+        if ranges is None or ranges.shape[-1] == 2 or q.dtype not in KERNEL_DTYPES or v is None:
+            return None
+        others = features._replace(key_ranges=None)
+        has_kernel = _library.runs_in_kernel(name, q) and not beyond_kernels(q, v, options, others)
+        return function if has_kernel else None
+
+    return in_parts
+
+
+def _merged(op, kind, q, k, v, sink, bias, *arguments):
+    """Returns out, not rounded, and the other results of a forward op by a call for each of two key ranges.
+
+    The second call over a cache appends once more: the same to the same place.
+    """
+    options, features = _split(sink, bias, arguments, kind)
+    if isinstance(options, Options) and options.exact_gradients:
+        invariance.refuse_unkept(exact_gradients=True)
+    _, _, ranges, *rest = features
+    parts, row_maxima = [], []
+    for each in disjoint(ranges):
+        out, lse, row_max, lse_lo, *out_lo = op.below_autograd(q, k, v, None, bias, *options, each, *rest)
+        parts.append((unrounded(out, *out_lo) if out_lo else out, lse, None if bias is None else lse_lo))
+        row_maxima.append(row_max)
+    out, lse, lse_lo = merge_parts(parts, sink)
+    return out, lse, torch.maximum(*row_maxima), lse.new_empty(0) if bias is None else lse_lo
+
+
+def _rounded(unrounded, q, v, order=torch.preserve_format):
+    return out_fake(q, v, order).copy_(unrounded)
+
+
+def _fwd_of_two(q, k, v, *arguments):
+    unrounded, *others = _merged(fwd_features, Options, q, k, v, *arguments)
+    return _rounded(unrounded, q, v), *others
+
+
+def _fwd_with_residue_of_two(q, k, v, *arguments):
+    unrounded, *others = _merged(fwd_with_residue, Options, q, k, v, *arguments)
+    out = _rounded(unrounded, q, v)
+    return out, *others, _rounded(unrounded - out, q, v)
+
+
+def _fwd_kvcache_of_two(q, k_cache, v_cache, *arguments):
+    unrounded, *others = _merged(fwd_kvcache_features, CacheOptions, q, k_cache, v_cache, *arguments)
+    return _rounded(unrounded, q, v_cache), *others
+
+
+def _fwd_into_of_two(q, k, v, out, lse, row_max, *arguments):
+    write_into(_merged(fwd_features, Options, q, k, v, *arguments)[:3], out, lse, row_max)
+
+
+def _fwd_kvcache_into_of_two(q, k_cache, v_cache, out, lse, row_max, *arguments):
+    write_into(_merged(fwd_kvcache_features, CacheOptions, q, k_cache, v_cache, *arguments)[:3], out, lse, row_max)
+
+
+def _bwd_of_two(dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias, sink, bias, *arguments):
+    """The gradients of each range, which need the out and lse of both, add up; that of the sink needs no range."""
+    options, features = _split(sink, bias, arguments, Options)
+    _, _, ranges, *rest = features
+    given = dout, q, k, v, out, lse, dlse, out_lo, lse_lo, wants_dbias
+    first, second = (
+        bwd_features.below_autograd(*given, each_sink, bias, *options, each, *rest, _in_float(arguments))
+        for each_sink, each in zip((sink, None), disjoint(ranges), strict=True)
+    )
+    *grads, dsink, dbias = first
+    *more, _, more_dbias = second
+    for x, y in zip((*grads, dbias), (*more, more_dbias), strict=True):
+        x += y
+    return *grads, dsink, dbias
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def appends(options: Sequence[Any]) -> bool:
     """Whether these options, of which the last ones may be missing, have new keys for the cache."""
     return len(options) > _K_OF_CACHE and options[_K_OF_CACHE] is not None
@@ -356,6 +514,7 @@ def composed(
 
 
 def _fwd_composite(q, k, v, sink, bias, *arguments):
+    refuse_gradients_of_float8(k)
     options, features = _split(sink, bias, arguments, Options)
     out, lse, row_max, lse_lo = composed(q, k, v, options, features)
     return out, lse, row_max if features.row_max else lse.new_empty(0), lse.new_empty(0) if bias is None else lse_lo
@@ -401,6 +560,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
+        refuse_gradients_of_float8(k)
         out, kept, lse, (row_max, lse_lo) = with_kept_out(fwd_features, (q, k, v), (sink, bias), arguments)
         _keep(ctx, (q, k, v, sink, bias, *kept, lse, None if bias is None else lse_lo), arguments)
         ctx.mark_non_differentiable(row_max, lse_lo)
@@ -464,6 +624,7 @@ fwd_features = _library.define(
     fake=_fwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_fwd,
+    in_parts=_divided("fwd_features", (0, 2, 3), Options, _fwd_of_two),
     autograd=_Attention,
     differentiable=5,
     composite=invariance.refusing(_fwd_composite),
@@ -480,6 +641,7 @@ fwd_with_residue = _library.define(
     fake=_fwd_with_residue_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_fwd_with_residue,
+    in_parts=_divided("fwd_with_residue", (0, 2, 3), Options, _fwd_with_residue_of_two),
     autograd=_AttentionWithResidue,
     differentiable=5,
     composite=invariance.refusing(_fwd_with_residue_composite),
@@ -496,6 +658,7 @@ bwd_features = _library.define(
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_bwd,
+    in_parts=_divided("bwd_features", (1, 3, 10), Options, _bwd_of_two),
     flops=flops.attention_bwd_features,
     sharding=sharding.attention_bwd_features,
 )
@@ -516,6 +679,7 @@ fwd_kvcache_features = _library.define(
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_kvcache,
+    in_parts=_divided("fwd_kvcache_features", (0, 2, 3), CacheOptions, _fwd_kvcache_of_two),
     writes=lambda args: CACHES if appends(args[5:]) else (),
     flops=flops.attention_kvcache_features,
 )
@@ -529,6 +693,7 @@ fwd_features_into = _library.define(
     fake=lambda *_: None,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_into(Options),
+    in_parts=_divided("fwd_features_into", (0, 2, 6), Options, _fwd_into_of_two),
     flops=lambda *args: flops.attention_fwd_features(*args[:3], *args[6:]),
 )
 fwd_kvcache_features_into = _library.define(
@@ -538,6 +703,7 @@ fwd_kvcache_features_into = _library.define(
     fake=lambda *_: None,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_into(CacheOptions),
+    in_parts=_divided("fwd_kvcache_features_into", (0, 2, 6), CacheOptions, _fwd_kvcache_into_of_two),
     writes=lambda args: (*(CACHES if appends(args[8:]) else ()), 3, 4, 5),
     flops=lambda *args: flops.attention_kvcache_features(*args[:3], *args[6:]),
 )

@@ -19,14 +19,14 @@ def unseen_as_plus_inf(lse: torch.Tensor) -> torch.Tensor:
 
 def merge_parts(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], sink: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse), float32, of attention over all keys and the sink, from results of ops for parts of the keys.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (out, lse, lse_lo), float32, of attention over all keys and the sink, from results for parts of the keys.
 
     parts: out, lse and lse_lo of each part, computed without the sink; lse_lo, what rounding has taken off lse, may be
         None.
     sink: (heads,), the score of one more key, whose value is 0.
 
-    Differentiable. Unlike `flash_attn.functional.combine`, it relies on an out of 0 where a part has no keys: NaN stays
+    Unlike `flash_attn.functional.combine`, it relies on an out of 0 where a part has no keys: NaN stays
     NaN.
     """
     scores = [lse.masked_fill(lse == math.inf, -math.inf) for _, lse, _ in parts]
@@ -36,16 +36,19 @@ def merge_parts(
         closed = sink == math.inf  # then the keys have no weight
         scores.append(sink.masked_fill(closed, -math.inf))
     # Relative to the largest, so that lse_lo is not lost again where they are large.
-    largest = torch.stack([x.detach() for x in scores]).amax(0)
+    largest = torch.stack(scores).amax(0)
     empty = largest == -math.inf
     largest = largest.masked_fill(empty, 0)
     rests = [lse_lo for _, _, lse_lo in parts] + [None]
     relative = torch.stack([x - largest if lo is None else x - largest + lo for x, lo in zip(scores, rests)])
     relative = relative.masked_fill(empty, 0)
     shares = relative.softmax(0)
-    lse = (largest + relative.logsumexp(0)).masked_fill(empty, math.inf)
+    above = relative.logsumexp(0)
+    lse = largest + above
+    lse_lo = above - (lse - largest)
+    lse = lse.masked_fill(empty, math.inf)
     if closed is not None:
         shares, lse = shares.masked_fill(closed, 0), lse.masked_fill(closed, math.inf)
     shares = shares[: len(parts)]  # the value of the sink is 0
     outs = (share.transpose(-1, -2)[..., None] * out for share, (out, _, _) in zip(shares, parts, strict=True))
-    return functools.reduce(torch.add, outs), lse
+    return functools.reduce(torch.add, outs), lse, lse_lo

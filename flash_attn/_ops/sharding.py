@@ -105,6 +105,7 @@ def _attention(q, k, v, arguments, features=None):
     if features is not None:
         sizes = dict(batch=q.shape[0], heads=q.shape[-2])
         tensors |= dict(learnable_sink="heads", causal="batch", seqused_q="batch")
+        tensors |= dict(k_descale="batch heads_k", v_descale="batch heads_k")
         if features.key_ranges is not None:
             tensors["key_ranges"] = _if_whole(features.key_ranges, "batch heads rows bounds", **sizes)
         if features.attn_bias is not None:

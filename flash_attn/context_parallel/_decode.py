@@ -142,7 +142,7 @@ def cp_attn_with_kvcache(
         else:
             arrived = collectives.gather_rows(part, group)[0]
         parts = arrived.unflatten(0, (world_size, own_heads)).unbind()  # of the keys of each rank
-        merged, lse = merge_parts(
+        merged, lse, _ = merge_parts(
             [(each[..., :-1].movedim(0, 2), each[..., -1].transpose(0, 1), None) for each in parts], learnable_sink
         )
     merged = merged.to(out.dtype)

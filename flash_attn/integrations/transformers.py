@@ -31,11 +31,12 @@ from torch.nn.functional import pad
 from flash_attn import _library, masks
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, invariance
-from flash_attn._ops.flash_attn_features import BIAS_DTYPES, SINK_DTYPES
+from flash_attn._ops.flash_attn_features import BIAS_DTYPES, FLOAT8, SINK_DTYPES
 from flash_attn.context_parallel import Plan, cp_attn_func
-from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.integrations._float8_cache import float8_cache, scales_of
 
-__all__ = ["Mask", "attention", "mask", "register"]
+__all__ = ["Mask", "attention", "float8_cache", "mask", "register"]
 
 _BLOCK = 2**24  # elements of a mask that are evaluated at once
 _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
@@ -118,6 +119,7 @@ def attention(
         query: (batch, heads, seqlen_q, head_dim). float16 and bfloat16 run in kernels; under autocast, query, key and
             value are cast to its dtype.
         key, value: (batch, heads_k, seqlen_k, head_dim), where heads_k divides heads; value may have another head_dim.
+            Those of a `float8_cache` are in float8, beside a query in 16 bits.
         attention_mask: what `mask` returned; or a tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k), bool,
             true where a row sees a key, or numbers to add. None: causal or full, and within sliding_window.
         dropout: probability; scaling: factor of the scores, None for head_dim ** -0.5; softcap: see
@@ -175,8 +177,9 @@ def attention(
             f"attention_mask must be made for (seqlen_q, seqlen_k) = {lengths}, those of query and key, "
             f"found {tuple(attention_mask.shape[2:])}"
         )
+    scales = scales_of(key, value)
     if (dtype := _library.autocast_dtype(query)) is not None:
-        query, key, value = (x.to(dtype) for x in (query, key, value))
+        query, key, value = (x if x.dtype == FLOAT8 else x.to(dtype) for x in (query, key, value))
     if isinstance(attention_mask, Mask):
         seen = attention_mask.seen
         if seen.unpadded is not None and position_bias is None and sinks is None and cu_seq_lens_q is None:
@@ -203,16 +206,21 @@ def attention(
         "learnable_sink": s_aux,
     }
     if documents is not None:
-        if bias is None and ranges is None and sinks is None and seen.seqused_k is None:
+        if bias is None and ranges is None and sinks is None and seen.seqused_k is None and not scales:
             tokens, keys, values = (x.flatten(0, 1) for x in (q, k, v))
             out = flash_attn_varlen_func(tokens, keys, values, **documents.bounds(), **common)
             return torch.unflatten(out, 0, q.shape[:2]), None
         ranges = _intersection(ranges, documents.key_ranges(*q.shape[:2]))
     if ranges is not None or seen.attn_bias is not None:
         invariance.refuse_masks_of_batches(query, moves_tokens=seen.moves_tokens or documents is not None)
-    out = flash_attn_func(
-        q, k, v, **common, attn_bias=bias, key_ranges=ranges, seqused_k=seen.seqused_k, return_lse=sinks is not None
-    )
+    common |= dict(attn_bias=bias, key_ranges=ranges)
+    if scales:
+        if common.pop("dropout_p"):
+            raise ArgumentError(f"dropout must be 0 with a float8_cache, found {dropout}")
+        held: dict[str, Any] = dict(cache_seqlens=seen.seqused_k, return_softmax_lse=sinks is not None)
+        out = flash_attn_with_kvcache(q, k, v, **common, **held, **scales)
+    else:
+        out = flash_attn_func(q, k, v, **common, seqused_k=seen.seqused_k, return_lse=sinks is not None)
     if sinks is not None:  # a sink of its own for each row leaves exp(lse) / (exp(lse) + exp(sink)) to the keys
         out, lse = out
         share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float()).transpose(1, 2)

@@ -23,6 +23,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 HOPPER_HEAD_DIMS = (*((dim, dim) for dim in ALL_HEAD_DIMS), (192, 128))  # of keys and of values
 SM80, DECODE, SM90, SERVING, INVARIANT = KERNELS = range(5)  # the alternatives of FwdPlan
+CODED_DECODE, CODED_SERVING = 5, 6  # those that read codes in 8 bits
 PLAIN, RANGED, BIASED, DROPPED, ALL = FEATURES = range(5)
 # Of a block, by compute capability.
 KILOBYTES = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "10.3": 227, "12.0": 99, "12.1": 99}
@@ -466,6 +467,7 @@ class Problem:
     page_size: int = 16
     leftpad: bool = False
     invariance: int = 0
+    coded: bool = False
 
     @property
     def group(self):
@@ -703,6 +705,37 @@ def test_kernels_for_few_rows_and_for_pages_on_hopper(host, changes, kernel, pag
 
 
 PORTABLE_ONLY = [dict(dropout=True), dict(bias=True), dict(head_dim=100), dict(head_dim=264), dict(has_sm90=False)]
+
+
+@pytest.mark.parametrize(
+    "changes, kernel",
+    [
+        (dict(), CODED_SERVING),  # 80 rows: equal shares of two tiles together
+        (dict(batch=16), CODED_SERVING),
+        (dict(rows=16), CODED_SERVING),
+        (dict(rows=16, head_dim=64, invariance=2), CODED_SERVING),
+        (dict(rows=16, head_dim=96), SERVING),
+        (dict(rows=16, head_dim_v=64), CODED_SERVING),
+        (dict(rows=16, head_dim_v=256), SERVING),
+        (dict(rows=512), SERVING),
+        (dict(seqlen_q=2048, longest_q=512, packed_q=True, batch=128), CODED_SERVING),  # 64 rows each on average
+        (dict(rows=4), CODED_DECODE),
+        (dict(rows=4, head_dim=96, has_sm90=False), CODED_DECODE),
+        (dict(rows=4, invariance=1), CODED_SERVING),
+        (dict(rows=4, plain=False), DECODE),
+        (dict(has_sm90=False), SM80),
+    ],
+    ids=str,
+)
+def test_kernels_that_read_codes_cut_keys_as_those_in_fp16(host, changes, kernel):
+    problem = changed(FEW, **{"paged": True, **changes})
+    coded, in_fp16 = plan_of(host, changed(problem, coded=True)), plan_of(host, problem)
+    assert coded.kernel == kernel
+    same = ["num_splits", "least_blocks", "decode_warps", "even", "box_rows", "piece_blocks", "blocks", "packed_heads"]
+    assert [getattr(coded, name) for name in same] == [getattr(in_fp16, name) for name in same]
+    if kernel == CODED_SERVING:
+        assert coded.warpgroups == 1
+        assert coded.piece_slots == in_fp16.piece_slots * in_fp16.warpgroups
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -969,6 +1002,7 @@ class BwdPlan(typing.NamedTuple):
     head_splits: int = 1
     m_splits: int = 1
     key_sums: int = 0
+    work_list: int = 0
 
 
 LAST_FIRST, FIRST_FIRST, ROTATED = range(3)
@@ -992,7 +1026,7 @@ def bwd_plan(
     head_dim_v: 0 is that of the keys. longest: rows and keys of the longest entry; 0 is seqlen_q and seqlen_k.
     """
     hints = causal, deterministic, has_sm90, multiprocessors, capped, ranged, head_dim_v, longest, *window
-    return BwdPlan(*numbers(host, 13, "find_bwd_plan", *problem, *hints))
+    return BwdPlan(*numbers(host, 14, "find_bwd_plan", *problem, *hints))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -1179,14 +1213,26 @@ def test_values_of_more_channels_than_keys_have_the_plan_of_their_instance(host,
 
 
 def test_parts_of_the_scratch_lie_apart(host):
-    """In the order dq_accum, lse_log2, softmax_d, with a bias lse, key_sums, next_work, semaphores."""
-    for sizes in itertools.product((0, 64, 4096), (0, 128, 1280), (2, 3), (0, 4, 40), (0, 512)):
-        accum, rows, arrays, semaphores, key_sums = sizes
-        found = numbers(host, 8, "find_bwd_scratch", *sizes)
+    """In the order dq_accum, lse_log2, softmax_d, with a bias lse, key_sums, the work list, next_work, semaphores."""
+    for sizes in itertools.product((0, 64, 4096), (0, 128, 1280), (2, 3), (0, 4, 40), (0, 512), (0, 80), (0, 24)):
+        accum, rows, arrays, semaphores, key_sums, tiles, sums = sizes
+        found = numbers(host, 10, "find_bwd_scratch", *sizes)
         after = accum + arrays * rows
         lse = accum + 2 * rows if arrays == 3 else -1
-        counters = after + key_sums
-        assert found == [0, accum, accum + rows, lse, after, counters, counters + 1, counters + 1 + semaphores]
+        listed = after + key_sums
+        counters = listed + tiles + sums
+        work_list = [listed if tiles else -1, listed + tiles]
+        assert found == [
+            0,
+            accum,
+            accum + rows,
+            lse,
+            after,
+            *work_list,
+            counters,
+            counters + 2,
+            counters + 2 + semaphores,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -1214,7 +1260,7 @@ def test_splits_of_n_blocks(host, heads, heads_k, head_dim, rows, keys, causal, 
     plan = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal, has_sm90=True)
     assert (plan.head_splits, plan.m_splits) == splits
     divided = math.prod(splits) > 1
-    assert plan.key_sums == divided * 2 * heads_k * keys * head_dim * math.prod(splits)
+    assert plan.key_sums == divided * 2 * heads_k * -(-keys // 128) * 128 * head_dim * math.prod(splits)
     alone = bwd_plan(host, 1, heads, heads_k, head_dim, rows, keys, False, causal=causal)
     assert (alone.head_splits, alone.m_splits, alone.key_sums) == (1, 1, 0)
 
@@ -1230,7 +1276,7 @@ def test_splits_of_n_blocks(host, heads, heads_k, head_dim, rows, keys, causal, 
         (10, 1280, dict(), 1),
         (10, 1280, dict(causal=True), 2),
         (10, 1280, dict(window=(0, -1)), 2),
-        (10, 1280, dict(ranged=True), 2),
+        (10, 1280, dict(ranged=True), 1),  # the GPU splits them
     ],
 )
 def test_splits_depend_on_how_many_rows_see_an_n_block(host, heads, keys, options, splits):
@@ -1243,7 +1289,7 @@ def test_splits_depend_on_how_many_rows_see_an_n_block(host, heads, keys, option
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "channels"), [(192, 128, 192), (64, 128, 128), (40, 40, 64)])
 def test_sums_of_splits_have_the_channels_of_the_instance(host, head_dim, head_dim_v, channels):
     plan = bwd_plan(host, 1, 4, 4, head_dim, 4096, 77, False, has_sm90=True, head_dim_v=head_dim_v)
-    assert plan.key_sums == 2 * 4 * 77 * channels * plan.m_splits > 0
+    assert plan.key_sums == 2 * 4 * 128 * channels * plan.m_splits > 0
 
 
 def test_splits_leave_no_head_out_and_need_little_memory(host):
@@ -1256,6 +1302,50 @@ def test_splits_leave_no_head_out_and_need_little_memory(host):
         assert group % plan.head_splits == 0 and plan.head_splits * plan.m_splits <= 16
         assert plan.m_splits <= -(-rows // 64)
         assert plan.key_sums <= max(plan.dq_accum, 2**24)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_k", "head_dim", "rows", "keys", "packed", "blocks", "splits"),
+    [
+        (2, 16, 2, 128, 4096, 4096, False, 128, 396),
+        (2, 16, 2, 256, 4096, 4096, False, 128, 198),
+        (2, 8, 8, 320, 4096, 4096, False, 1024, 198),  # blocks of 64 keys
+        (3, 4, 4, 64, 1000, 1000, True, 4 * (7 + 3), 10 * 4 * 9),
+        (1, 1, 1, 64, 700, 77, False, 0, 0),  # no block can have so much work that it would be split
+    ],
+)
+def test_room_for_a_work_list(host, batch, heads, heads_k, head_dim, rows, keys, packed, blocks, splits):
+    """Of all blocks of keys, and three splits for each place; none for the same call without ranges."""
+    problem = batch, heads, heads_k, head_dim, rows, keys, packed
+    plan = bwd_plan(host, *problem, ranged=True, has_sm90=True)
+    places = 132 // (1 + (head_dim > 128))
+    assert plan.work_list == (4 * (blocks + 3 * places) + 2 * blocks if blocks else 0)
+    channels, block_keys = host.call("find_instance_head_dim", head_dim), 64 if head_dim > 256 else 128
+    assert plan.key_sums == 2 * splits * block_keys * channels
+    assert (plan.head_splits, plan.m_splits) == (1, 1)
+    assert bwd_plan(host, *problem, ranged=True).work_list == bwd_plan(host, *problem, has_sm90=True).work_list == 0
+
+
+def test_splits_of_blocks_with_unequal_steps(host):
+    """Few blocks have many steps: nobody takes long after all others are done, and the sums have room."""
+    draw, seen = random.Random(6), set()
+    for _ in range(300):
+        places, longest = draw.choice((4, 66, 132)), draw.choice((5, 40, 2000))
+        steps = [draw.randint(0, longest) for _ in range(draw.choice((0, 1, 8, 60)))]
+        steps += [draw.randint(0, 20)] * draw.choice((0, 10, 500)) + [0]
+        total, most, m_blocks = sum(steps), max(steps), draw.choice((1, 16, 4096))
+        found = [numbers(host, 3, "find_step_limits", total, most, places, x, m_blocks)[2] for x in steps]
+        mean = -(-total // places)
+        assert all(1 <= n <= max(1, min(x, m_blocks)) for n, x in zip(found, steps))
+        if most <= 1.25 * mean + 8:
+            assert set(found) == {1}
+            continue
+        assert sum(n for n in found if n > 1) <= 3 * places
+        if m_blocks == 4096:
+            assert max(-(-x // n) for n, x in zip(found, steps)) <= max(mean, 8)
+            seen.add(places)
+        assert all(n == 1 for n, x in zip(found, steps) if x <= mean)
+    assert seen == {4, 66, 132}
 
 
 def test_empty_problems_take_the_portable_backward(host):

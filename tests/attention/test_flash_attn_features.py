@@ -113,8 +113,8 @@ TWO_RANGES = FACTORS | dict(
 
 def two_calls(monkeypatch):
     """A list that gets an item for each such call."""
-    calls, call = [], flash_attn_ops._in_two_calls
-    monkeypatch.setattr(flash_attn_ops, "_in_two_calls", lambda *args: calls.append(args) or call(*args))
+    calls, call = [], with_features._merged
+    monkeypatch.setattr(with_features, "_merged", lambda *args: calls.append(args) or call(*args))
     return calls
 
 
@@ -272,8 +272,8 @@ def test_exact_gradients_of_two_ranges(device, monkeypatch):
 
 
 def test_sinks_and_a_window_compile(device, monkeypatch):
-    """In one graph of two calls, with gradients."""
-    monkeypatch.setattr(_library, "is_where_kernels_run", lambda x: True)
+    """In one graph, as one op, with gradients."""
+    monkeypatch.setattr(_library, "runs_in_kernel", lambda name, x: True)
     q, k, v, dout = Case(batch=1, seqlen_q=70, seqlen_k=70, dtype="bf16").tensors(device)
     ranges = masks.sink_and_window(4, (16, 0), 70, device=device)
     graphs, results = [], []
@@ -285,7 +285,7 @@ def test_sinks_and_a_window_compile(device, monkeypatch):
         out = function(*leaves, key_ranges=ranges, causal=True)
         results.append((out, *torch.autograd.grad(out, leaves, dout)))
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
-    assert sum("fwd_features" in str(node.target) for node in graphs[0].nodes) == 2
+    assert sum("fwd_features" in str(node.target) for node in graphs[0].nodes) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

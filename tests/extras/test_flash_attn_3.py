@@ -235,9 +235,6 @@ def test_combine(device):
 
 REFUSED = {  # an argument -> the functions that have it
     "qv": ["func", "varlen_func", "with_kvcache"],
-    "q_descale": ["func", "varlen_func", "qkvpacked_func", "with_kvcache"],
-    "k_descale": ["func", "varlen_func", "qkvpacked_func", "with_kvcache"],
-    "v_descale": ["func", "varlen_func", "qkvpacked_func", "with_kvcache"],
     "cu_seqlens_k_new": ["with_kvcache"],
     "rotary_seqlens": ["with_kvcache"],
 }
@@ -257,6 +254,49 @@ def test_what_is_not_computed_is_refused(argument, name, device):
     }
     with pytest.raises(NotImplementedError, match=f"{argument} must be None, found a Tensor"):
         getattr(fa3, f"flash_attn_{name}")(*arguments[name], **{argument: torch.ones(1, 4)})
+
+
+DESCALES = "q_descale", "k_descale", "v_descale"
+
+
+@pytest.mark.parametrize("name", ["func", "qkvpacked_func", "varlen_func", "with_kvcache"])
+def test_descales_belong_to_float8(name, device):
+    q, k, v, _ = Case(batch=1, seqlen_q=4, seqlen_k=4).tensors(device)
+    cu_seqlens = ints(device, 0, 4)
+    packed = (*(x[0] for x in (q, k, v)), cu_seqlens, cu_seqlens, 4, 4)
+    arguments = dict(func=(q, k, v), qkvpacked_func=(torch.stack([q, k, v], 2),), varlen_func=packed)
+    for descale in DESCALES:
+        with pytest.raises(ValueError, match=f"{descale} must be None unless .* torch.float8_e4m3fn, found"):
+            getattr(fa3, f"flash_attn_{name}")(
+                *arguments.get(name, (q, k, v)), **{descale: torch.ones(1, q.shape[2], device=device)}
+            )
+
+
+@pytest.mark.parametrize("name", ["varlen_func", "with_kvcache", "op"])
+def test_keys_in_float8(name, device):
+    """Beside queries of 16 bits, to which keys are appended, and of float8, which are converted."""
+    q, k, v, _ = Case(batch=1, seqlen_q=4, seqlen_k=4, dtype="bf16").tensors(device)
+    codes = [functional.to_float8(x, 0.5) for x in (q, k, v)]
+    halves = {descale: torch.full((1, k.shape[2]), 0.5, device=device) for descale in DESCALES}
+    scales = {descale: half for descale, half in halves.items() if descale != "q_descale"}
+    ends = ints(device, 0, 4)
+    expected = flash_attn.flash_attn_varlen_func(
+        codes[0][0].bfloat16() / 2, *(x[0] for x in codes[1:]), ends, ends, 4, 4, causal=True, **scales
+    )
+
+    def call(queries, *new, **given):
+        if name == "varlen_func":
+            return fa3.flash_attn_varlen_func(
+                queries[0], *(x[0] for x in codes[1:]), ends, ends, 4, 4, causal=True, **given
+            )
+        caches = [torch.zeros_like(x) for x in codes[1:]] if new else codes[1:]
+        length = ints(device, 0 if new else 4)
+        if name == "op":
+            return torch.ops.flash_attn_3.fwd(queries, *caches, *new, seqused_k=length, is_causal=True, **given)[0][0]
+        return fa3.flash_attn_with_kvcache(queries, *caches, *new, cache_seqlens=length, causal=True, **given)[0]
+
+    assert torch.equal(call(codes[0].bfloat16() / 2, k, v, **scales), expected)
+    assert torch.equal(call(codes[0], **halves), expected)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -322,7 +362,7 @@ def test_other_refusals(device):
             fa3._flash_attn_forward(q[0], k[0], v[0], cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **appended)
     with pytest.raises(TypeError, match=r"cu_seqlens_k must be a torch\.Tensor"):
         fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, None, 4, 4)
-    with pytest.raises(TypeError, match="q must have dtype"):
+    with pytest.raises(TypeError, match=r"k must have dtype .* here, found torch\.float8_e4m3fn"):
         fa3.flash_attn_func(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)))
     with pytest.raises(ValueError, match="head_size must be at most 256, found 257"):
         fa3.round_up_headdim(257)

@@ -12,6 +12,7 @@ import torch
 
 import flash_attn
 import flash_attn_sglang
+from flash_attn.functional import to_float8
 from flash_attn_sglang import interface
 
 HEADS, HEADS_K, DIM = 4, 2, 16
@@ -163,6 +164,31 @@ def test_layers(sglang, device, sizes, page_size, layer):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_pool_in_float8(sglang, device, sizes, scaled):
+    """SGLang's pool divides by the scales of the layer, and shows its bytes as float8."""
+    server = Server(sglang, device, SIZES[sizes], 4, kv_cache_dtype=torch.float8_e4m3fn)
+    pool, factors = server.runner.token_to_kv_pool, torch.tensor([0.25, 0.5], device=device)
+    k_scale, v_scale = factors.unbind() if scaled else (None, None)
+    pool.k, pool.v = (to_float8(x, scale) for x, scale in zip((pool.k, pool.v), factors if scaled else (1.0, 1.0)))
+    store = pool.set_kv_buffer
+
+    def set_kv_buffer(layer, loc, k, v, k_scale=None, v_scale=None):
+        store(layer, loc, *(to_float8(x, 1.0 if scale is None else scale) for x, scale in ((k, k_scale), (v, v_scale))))
+
+    pool.set_kv_buffer = set_kv_buffer
+    backend = sglang.backend.FlashAttentionBackend(server.runner)
+    backend.init_forward_metadata(server.batch)
+    layer = _layer(k_scale=k_scale, v_scale=v_scale)
+    server.q, server.dtype = server.q.bfloat16(), torch.bfloat16
+    out = backend.forward_extend(server.q, server.k, server.v, layer, server.batch)
+    for x, scale in ((server.keys, factors[0]), (server.values, factors[1])):
+        scale = scale if scaled else torch.ones((), device=device)
+        x[:] = [to_float8(each, scale).float() * scale for each in x]
+    server.check(out, causal=True)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_logarithms_of_sums(sglang, device, sizes):
     """Of each token and head, for models that ask for them."""
     server = Server(sglang, device, SIZES[sizes], 4)
@@ -212,7 +238,7 @@ def test_metadata_without_requests(sglang):
 REFUSED = {
     "latent attention": (dict(use_mla_backend=True), NotImplementedError, "use_mla_backend must be False, found True"),
     "8 bits": (
-        dict(kv_cache_dtype=torch.float8_e4m3fn),
+        dict(kv_cache_dtype=torch.float8_e5m2),
         NotImplementedError,
         "kv_cache_dtype must be .*, found torch.f",
     ),
@@ -389,6 +415,24 @@ def test_calls_of_the_loader(device):
     torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
 
 
+def test_float8_of_the_loader(device):
+    """A pool in float8 with queries in float8, as SGLang passes both, and in 16 bits."""
+    q, k, v = (torch.randn(7, heads, DIM, device=device).bfloat16() for heads in (HEADS, HEADS_K, HEADS_K))
+    q, *codes = (to_float8(x) for x in (q, k, v))
+    ends, table, used = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 3], [[0, 1]], [6]))
+    scale = torch.full((1, 1), 0.5, device=device).expand(1, HEADS_K)
+    call = dict(k_cache=codes[0][None, :, None].view(7, 1, HEADS_K, DIM)[:6].view(2, 3, HEADS_K, DIM))
+    call |= dict(v_cache=codes[1][:6].view(2, 3, HEADS_K, DIM), page_table=table, cache_seqlens=used, causal=True)
+    call |= dict(cu_seqlens_q=ends, max_seqlen_q=3, k_descale=scale, v_descale=scale)
+    out = interface.flash_attn_with_kvcache(q[:3], q_descale=scale * 4, **call)
+    again = interface.flash_attn_with_kvcache(q[:3].bfloat16() * 2, q_descale=scale, **call)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, again)
+    exact, _ = oracle.attention(
+        *(x[None].double() * s for x, s in ((q[:3], 2), (codes[0][:6], 0.5), (codes[1][:6], 0.5))), causal=True
+    )
+    torch.testing.assert_close(out.double(), exact[0], atol=2e-2, rtol=2e-2)
+
+
 ERRORS = {
     "qv": (dict(qv=SINKS), NotImplementedError, "qv must not be given, found a Tensor"),
     "only_qv": (dict(only_qv=True), NotImplementedError, "only_qv must not be given, found a bool"),
@@ -396,6 +440,11 @@ ERRORS = {
         dict(k=torch.zeros(7, 2, 16, dtype=torch.float8_e5m2)),
         NotImplementedError,
         r"k must be torch\.float16 or .*, found torch\.float8_e5m2",
+    ),
+    "dense float8": (
+        dict(k=torch.zeros(1, 7, 2, 16, dtype=torch.float8_e4m3fn), cu_seqlens_q=None, cu_seqlens_k=None),
+        NotImplementedError,
+        r"k must be torch\.float16 or .* here, found torch\.float8_e4m3fn",
     ),
     "dense pages": (
         dict(cu_seqlens_q=None, cu_seqlens_k=None, page_table=SINKS),

@@ -14,6 +14,7 @@ import torch
 
 import flash_attn
 import flash_attn_vllm
+from flash_attn.functional import to_float8
 from flash_attn_vllm import interface
 
 HEADS, HEADS_K, DIM, BLOCK = 4, 2, 16, 4
@@ -27,8 +28,8 @@ SIZES = {  # (rows of queries, keys) of each request; the last two pad a batch f
 class Batch:
     """Requests whose keys lie in pages, with what vLLM says of them."""
 
-    def __init__(self, vllm, device, sizes, **given):
-        self.dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    def __init__(self, vllm, device, sizes, dtype=None, **given):
+        self.dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
         torch.manual_seed(0)
         rows, keys = zip(*sizes)
         self.starts = torch.tensor([0, *torch.tensor(rows).cumsum(0)], dtype=torch.int32)
@@ -292,6 +293,32 @@ def test_cache_update(vllm, device, shape):
     assert cache.count_nonzero() == 4 * HEADS_K * DIM
 
 
+@pytest.mark.parametrize("shared", [0, BLOCK])
+@pytest.mark.parametrize("scales", ["one", "heads"])
+def test_cache_in_8_bits(vllm, device, scales, shared):
+    """What vLLM writes there, with the scales of the layer, by its own op or here, is what is attended to."""
+    batch = Batch(vllm, device, [(1, 9), (2, 6), (3, 11)], dtype=torch.bfloat16)
+    if shared:
+        batch.common.block_table_tensor[:, 0] = batch.common.block_table_tensor[0, 0]
+        for x in (batch.k, batch.v):
+            x[1:] = [torch.cat([x[0][:shared], each[shared:]]) for each in x[1:]]
+    size = () if scales == "one" else (HEADS_K,)
+    layer = types.SimpleNamespace(**{f"_{name}_scale": torch.rand(size, device=device) / 9 + 0.01 for name in "kv"})
+    impl = vllm.backend.FlashAttentionImpl(HEADS, DIM, DIM**-0.5, HEADS_K, kv_cache_dtype="fp8")
+    batch.cache = to_float8(batch.cache).view(torch.uint8)  # NaN
+    table = batch.common.block_table_tensor.long()
+    for b in range(3):
+        place = torch.arange(len(batch.k[b]), device=device)
+        slots = table[b, place // BLOCK] * BLOCK + place % BLOCK
+        impl.do_kv_cache_update(layer, batch.k[b], batch.v[b], batch.cache, slots)
+        for x, scale in ((batch.k, layer._k_scale), (batch.v, layer._v_scale)):
+            x[b] = to_float8(x[b], scale).double() * scale[..., None]
+    metadata = _builder(vllm, device).build(shared, batch.common)
+    output = torch.full_like(batch.q, torch.nan)
+    impl.forward(layer, batch.q, None, None, batch.cache, metadata, output)
+    batch.check(output, batch.expected(causal=True))
+
+
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_metadata_of_a_graph(vllm, mode):
     """A graph that may hold prompts knows no bounds; tensors stay where they were."""
@@ -346,7 +373,7 @@ def test_capabilities(vllm):
         (9, 0),
         (12, 0),
     ]
-    assert not any("fp8" in each for each in backend.supported_kv_cache_dtypes)
+    assert [each for each in backend.supported_kv_cache_dtypes if "fp8" in each] == ["fp8", "fp8_e4m3"]
     for dtype, cache in ((torch.float16, "float16"), (torch.bfloat16, "auto"), (torch.bfloat16, None)):
         assert backend.supports_combination(64, dtype, cache, 16, False, False, False, False, None) is None
     assert "kv_cache_dtype must be auto or that of queries, torch.float16, found bfloat16" == (
@@ -407,7 +434,7 @@ def test_profiling_run(vllm):
 
 LAYER_ERRORS = {
     "heads": (dict(num_kv_heads=3), ValueError, "num_kv_heads must divide num_heads, 4, found 3"),
-    "fp8 cache": (dict(kv_cache_dtype="fp8_e4m3"), NotImplementedError, "kv_cache_dtype must be one of .*'fp8_e4m3'"),
+    "e5m2 cache": (dict(kv_cache_dtype="fp8_e5m2"), NotImplementedError, "kv_cache_dtype must be one of .*'fp8_e5m2'"),
     "window": (dict(sliding_window=0), ValueError, "sliding_window must be None or at least 1, found 0"),
     "kind": (dict(attn_type="cross"), ValueError, r"attn_type must be one of \['decoder', .*\], found 'cross'"),
     "sinks": (dict(sinks=torch.zeros(3)), ValueError, r"sinks must have shape \(num_heads,\), \(4,\), found \(3,\)"),
@@ -520,7 +547,7 @@ asked = {name: x for name, x in asked.items()
          if name in inspect.signature(FlashAttentionBackend.validate_configuration).parameters}
 check = FlashAttentionBackend.validate_configuration
 assert check(**asked) == [], check(**asked)
-for wrong in (dict(kv_cache_dtype="fp8"), dict(use_mla=True), dict(head_size=576), dict(dtype=torch.float32),
+for wrong in (dict(kv_cache_dtype="fp8_e5m2"), dict(use_mla=True), dict(head_size=576), dict(dtype=torch.float32),
               dict(use_sparse=True), dict(kv_cache_dtype="float16"), dict(use_dcp=True),
               dict(device_capability=DeviceCapability(7, 5))):
     assert len(check(**(asked | wrong))) == 1, wrong
@@ -639,6 +666,22 @@ def test_call_of_a_server(device):
     batch.check(found, batch.expected(causal=True, window_size=(2, 0), learnable_sink=sinks))
 
 
+@pytest.mark.parametrize("queries", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_call_over_float8(device, queries):
+    """Scales that are expanded, of keys, of values, and of queries, which count if these are in float8."""
+    batch, call = _paged(device)
+    call |= dict(q=batch.q.to(queries), k=to_float8(call["k"]), v=to_float8(call["v"]))
+    call["out"] = call["out"].bfloat16()
+    scales = dict(zip(("q_descale", "k_descale", "v_descale"), torch.tensor([[2.0], [0.25], [0.5]], device=device)))
+    expanded = {name: scale.expand(4, HEADS_K) for name, scale in scales.items()}
+    out = interface.flash_attn_varlen_func(**call, causal=True, **expanded)
+    factor = 2.0 if queries == torch.float8_e4m3fn else 1.0
+    batch.q = call["q"].float() * factor
+    batch.k = [to_float8(x).float() * 0.25 for x in batch.k]
+    batch.v = [to_float8(x).float() * 0.5 for x in batch.v]
+    torch.testing.assert_close(out.double(), batch.expected(causal=True), atol=1e-2, rtol=1e-2)
+
+
 def test_causality_of_each_request(device):
     causal = torch.tensor([0, 1, 0, 1], dtype=torch.int32, device=device)
     batch, call = _paged(device)
@@ -685,10 +728,15 @@ ERRORS = {
     "aux_tensors": (dict(aux_tensors=[SINKS]), NotImplementedError, "aux_tensors must be None, found a list"),
     "blocks": (dict(block_sparse_tensors=()), NotImplementedError, "block_sparse_tensors must be None, found a tuple"),
     "fa_version": (dict(fa_version=5), ValueError, "fa_version must be 2, 3 or 4, found 5"),
-    "fp8": (
-        dict(k=torch.zeros(1, 1, 2, 16, dtype=torch.float8_e4m3fn)),
+    "e5m2": (
+        dict(k=torch.zeros(1, 1, 2, 16, dtype=torch.float8_e5m2)),
         NotImplementedError,
-        r"k must be torch.float16 or .*, found torch.float8_e4m3fn: caches in 8 bits",
+        r"k must be torch.float16 or .*, found torch.float8_e5m2: of 8 bits, keys and values in torch.float8_e4m3fn",
+    ),
+    "fp8 values": (
+        dict(v=torch.zeros(1, 1, 2, 16, dtype=torch.float8_e4m3fn)),
+        NotImplementedError,
+        r"v must be torch.float16 or .*, found torch.float8_e4m3fn",
     ),
     "gather_kv_indices": (dict(gather_kv_indices=SINKS), NotImplementedError, "gather_kv_indices must be None, found"),
     "gather_kv_valid_length": (

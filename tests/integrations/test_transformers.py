@@ -35,6 +35,7 @@ BATCH, SEQLEN = 2, 9
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
 JUMPING = torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9, 10], [5, 6, 7, 8, 0, 2, 4, 5, 6]])
+DOCUMENTS = torch.tensor([0, 9, 13, 18], dtype=torch.int32)  # over the tokens of a batch
 IMAGES = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1], [0, 0, -1, 0, 0, 0, -1, -1, -1]])
 
 
@@ -694,6 +695,78 @@ def test_generation(name, cache, device, monkeypatch):
             disable_compile=True,
         )
     assert torch.equal(tokens["eager"], tokens[NAME])
+
+
+@pytest.mark.parametrize("mask", ["", "window", "documents", "bias"])
+def test_attention_over_a_cache_in_float8(mask, device):
+    """What a layer of the cache returns goes to attention with its scales, and stands for nearly what it was given."""
+    new = [torch.randn(2, 2, 9, 16, device=device).bfloat16() * scale for scale in (0.01, 30.0)]
+    cache = door.float8_cache()
+    for part in (slice(0, 6), slice(6, 9)):
+        key, value = cache.update(*(x[:, :, part] for x in new), 0)
+    assert key.dtype == value.dtype == torch.float8_e4m3fn and key.shape == new[0].shape
+    stand_for = [x.double() * scale[..., None, None] for x, scale in zip((key, value), cache.layers[0].descales)]
+    for x, given in zip(stand_for, new):
+        torch.testing.assert_close(x, given.double(), rtol=2**-4, atol=2**-9 * given.abs().max().item())
+    query = torch.randn(2, 4, 9, 16, device=device).bfloat16()
+    sinks, given, options = torch.randn(4, device=device), None, dict(causal=True)
+    if mask == "window":
+        options["window_size"] = (2, 0)
+    elif mask == "documents":
+        given = door.Mask(
+            door.Seen(True, documents=door.Documents(*[DOCUMENTS.to(device)] * 2, None, None)),
+            None,
+            (2, 1, 9, 9),
+            device,
+        )
+        options["seen"] = torch.block_diag(*[torch.ones(n, n) for n in (9, 4, 5)]).bool().to(device)
+        options["seen"] = torch.stack([options["seen"][:9, :9], options["seen"][9:, 9:]])[:, None]
+    elif mask == "bias":
+        given = torch.randn(2, 4, 9, 9, device=device)
+        options = dict(attn_bias=given)
+    window = 3 if mask == "window" else None
+    out, _ = door.attention(
+        torch.nn.Module(), query, key, value, given, scaling=2.0, sliding_window=window, s_aux=sinks
+    )
+    call = dict(options, softmax_scale=2.0, learnable_sink=sinks)
+    q, k, v = (x.transpose(1, 2) for x in (query, *stand_for))
+    exact, _ = oracle.attention(q.double(), k, v, **call)
+    baseline, _ = oracle.attention(q, k.bfloat16(), v.bfloat16(), **call)
+    assert_error_ratio(out, exact, baseline)
+    with pytest.raises(ValueError, match=r"key of dtype torch\.float8_e4m3fn must be what a layer of `float8_cache`"):
+        door.attention(torch.nn.Module(), query, key.clone(), value, None)
+    with pytest.raises(ValueError, match=r"dropout must be 0 with a float8_cache, found 0\.5"):
+        door.attention(torch.nn.Module(), query, key, value, None, dropout=0.5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_generation_from_a_cache_in_float8(name, device):
+    """Greedy, the tokens of each sequence alone; logits near those of a cache in 16 bits; and beams, which move."""
+    model = model_of(name, device).to(torch.bfloat16)
+    model.set_attn_implementation(NAME)
+    prompts = torch.randint(3, 32, (2, 9), device=device)
+    with torch.no_grad():
+        near = [model(prompts, past_key_values=cache).logits for cache in (None, door.float8_cache())]
+    assert torch.cosine_similarity(*(x.float().flatten(0, 1) for x in near)).mean() > 0.99
+    more = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, disable_compile=True)
+    tokens = model.generate(prompts, **more, past_key_values=door.float8_cache())
+    alone = [model.generate(prompt[None], **more, past_key_values=door.float8_cache()) for prompt in prompts]
+    assert torch.equal(tokens, torch.cat(alone))
+    cache = door.float8_cache()
+    model.generate(prompts, **more, num_beams=2, past_key_values=cache)
+    layer = cache.layers[0]
+    assert layer.keys.dtype == torch.float8_e4m3fn and layer.keys.shape[0] == len(layer.descales[0]) == 4
+    keys, scales = layer.keys.float(), layer.descales[1]
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([7, 0]))
+    assert torch.equal(layer.keys.float(), keys[[3, 0]]) and torch.equal(layer.descales[1], scales[[3, 0]])
+    cache.crop(-2)
+    assert cache.get_seq_length() == keys.shape[2] - 2
+
+
+def test_margins_of_a_cache_in_float8():
+    with pytest.raises(ValueError, match=r"margin must be at least 1, found 0\.5"):
+        door.float8_cache(0.5)
 
 
 def test_images(device):

@@ -92,7 +92,7 @@ int find_decode_fresh_bytes(int head_dim) { return decode_fresh_bytes(head_dim);
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
   int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90, head_dim_v;
-  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad, invariance;
+  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad, invariance, coded;
 };
 
 // plan: which alternative of FwdPlan it is, the five sizes of scratch, and its fields by the names of Plan in
@@ -123,6 +123,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   p.out_lo.data = problem->out_lo ? any_float : nullptr;
   p.row_max = problem->row_max ? any_float : nullptr;
   p.aligned = problem->plain;
+  p.coded = problem->coded;
   const FwdHints hints{.longest_q = problem->longest_q,
                        .longest_k = problem->longest_k,
                        .num_splits = static_cast<int>(problem->num_splits),
@@ -134,13 +135,15 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
     const FwdChoice choice = plan_fwd(p, hints);
     const auto& [out, softmax, totals, records, counters] = choice.scratch;
     const Tiling tiling = std::visit([](const auto& chosen) { return chosen.tiling; }, choice.plan);
-    const auto* decoding = std::get_if<DecodePlan>(&choice.plan);
+    const auto* coded_decode = std::get_if<CodedDecodePlan>(&choice.plan);
+    const DecodePlan* decoding = coded_decode ? coded_decode : std::get_if<DecodePlan>(&choice.plan);
     const auto* on_sm80 = std::get_if<FwdSm80Plan>(&choice.plan);
     const auto* invariant = std::get_if<InvariantPlan>(&choice.plan);
     const FwdSm90Plan* on_sm90 = invariant ? invariant : std::get_if<FwdSm90Plan>(&choice.plan);
     const KeySplits splits = decoding ? decoding->splits : on_sm80 ? on_sm80->splits : KeySplits{};
     const FwdSm90Plan order = on_sm90 ? *on_sm90 : FwdSm90Plan{};
-    const auto* serving = std::get_if<ServingPlan>(&choice.plan);
+    const auto* coded_serving = std::get_if<CodedServingPlan>(&choice.plan);
+    const ServingPlan* serving = coded_serving ? coded_serving : std::get_if<ServingPlan>(&choice.plan);
     answer(plan, {static_cast<int64_t>(choice.plan.index()),
                   out,
                   softmax,
@@ -243,8 +246,8 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
 
 // plan: elements of scratch for dq_accum, row values and semaphores; key heads of the swizzle; whether blocks wait;
 // whether the kernels for sm_90 take the problem; and, of them, whether blocks add in order, whether the main kernel
-// rounds dq, the order of m_blocks; entries of the swizzle; splits of an n_block by heads and by m_blocks, and the
-// scratch for their sums.
+// rounds dq, the order of m_blocks; entries of the swizzle; splits of an n_block by heads and by m_blocks; and the
+// scratch for their sums and for the work list.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
                           int64_t multiprocessors, bool capped, bool ranged, int64_t head_dim_v, int64_t longest,
@@ -276,7 +279,7 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
                        hopper ? hopper->waits : portable->waits, hopper != nullptr, hopper && hopper->in_order,
                        hopper && hopper->rounds_dq, hopper ? static_cast<int>(hopper->m_block_order) : 0,
                        hopper ? hopper->swizzle_entries : portable->swizzle_entries, hopper ? hopper->head_splits : 1,
-                       hopper ? hopper->m_splits : 1, sizes.key_sums});
+                       hopper ? hopper->m_splits : 1, sizes.key_sums, sizes.work_list()});
 }
 
 // The estimate of a call's time, in steps, with so many splits of each n_block.
@@ -299,16 +302,26 @@ int find_split_steps(int64_t batch, int64_t heads, int64_t heads_k, int64_t head
   return static_cast<int>(steps_of_call(split_problem(p, hints), {of_heads, of_m_blocks}));
 }
 
-// offsets: of dq_accum, lse_log2, softmax_d, lse (-1: none), key_sums, next_work, semaphores and the end of the
-// scratch, in elements.
+// limits: how many steps an n_block has at most without splits, and how many a split has; and, of an n_block with so
+// many steps and m_blocks, how many splits it has.
+const char* find_step_limits(int64_t total, int64_t longest, int64_t places, int64_t steps, int64_t m_blocks,
+                             int64_t* limits) {
+  const StepLimits found(total, longest, places);
+  return answer(limits, {found.most, found.of_split, found.splits(steps, static_cast<int>(m_blocks))});
+}
+
+// offsets: of dq_accum, lse_log2, softmax_d, lse (-1: none), key_sums, work_tiles (-1: none), split_sums, next_work,
+// semaphores and the end of the scratch, in elements.
 const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t num_row_values, int64_t semaphores,
-                             int64_t key_sums, int64_t* offsets) {
+                             int64_t key_sums, int64_t work_tiles, int64_t split_sums, int64_t* offsets) {
   static float memory[1];
   const BwdScratchSizes sizes{.dq_accum = dq_accum,
                               .row_values = row_values,
                               .num_row_values = static_cast<int>(num_row_values),
                               .semaphores = semaphores,
-                              .key_sums = key_sums};
+                              .key_sums = key_sums,
+                              .work_tiles = work_tiles,
+                              .split_sums = split_sums};
   BwdPlan plan = BwdSm90Plan{};
   Problem problem{};
   use_scratch(problem, plan, sizes, memory);
@@ -316,9 +329,10 @@ const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t num_r
   const auto offset = [](const void* place) {
     return place == nullptr ? -1 : (static_cast<const char*>(place) - reinterpret_cast<const char*>(memory)) / 4;
   };
-  return answer(offsets, {offset(used.scratch.dq_accum), offset(used.lse_log2), offset(used.softmax_d),
-                          offset(used.lse), offset(used.scratch.key_sums), offset(used.scratch.next_work),
-                          offset(used.scratch.semaphores), sizes.total()});
+  return answer(offsets,
+                {offset(used.scratch.dq_accum), offset(used.lse_log2), offset(used.softmax_d), offset(used.lse),
+                 offset(used.scratch.key_sums), offset(used.scratch.work_tiles), offset(used.scratch.split_sums),
+                 offset(used.scratch.next_work), offset(used.scratch.semaphores), sizes.total()});
 }
 
 // The problem of a bias whose gradient is wanted: sizes of the bias as in DbiasParams.

@@ -56,7 +56,12 @@ def stop_all():
 
 
 def new_process(target, *args):
-    """A process that calls target(*args) once it is started, and has torch from its start, as those of a group."""
+    """A process that calls target(*args) once it is started, and has torch from its start, as those of a group.
+
+    Where there is a GPU it is not forked: a module that is loaded beforehand may have initialized CUDA.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn").Process(target=target, args=args, daemon=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
     return context.Process(target=target, args=args, daemon=True)

@@ -138,7 +138,7 @@ SIGNATURES = {
             "deterministic=False, return_attn_probs=False, block_table=None, "
             "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
             "seqused_k=None, return_lse=False, return_max_logit=False, out=None, return_softmax_lse=False, "
-            "num_splits=0, scheduler_metadata=None, qv=None, q_v=None"
+            "num_splits=0, scheduler_metadata=None, qv=None, q_v=None, q_descale=None, k_descale=None, v_descale=None"
         ),
         "flash_attn_varlen_kvpacked_func": (
             "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
@@ -159,7 +159,7 @@ SIGNATURES = {
             "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
             "return_softmax_lse=False, *, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, "
             "return_max_logit=False, cu_seqlens_q=None, max_seqlen_q=None, out=None, scheduler_metadata=None, qv=None, "
-            "q_v=None"
+            "q_v=None, q_descale=None, k_descale=None, v_descale=None"
         ),
         "get_scheduler_metadata": (
             "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
@@ -200,9 +200,11 @@ SIGNATURES = {
         "entropy": (
             "q, k, *, softmax_scale=None, causal=False, window_size=(-1, -1), key_ranges=None, attention_chunk=0"
         ),
+        "float8_descale": "x, *, per_head=True",
         "merge_attn_states": "out, lse, out_a, lse_a, out_b, lse_b, *, heads_first=None",
         "row_max": "q, k, **options",
         "row_max_and_sum": "q, k, **options",
+        "to_float8": "x, descale=1.0",
         "weights": "q, k, softmax_lse=None, **options",
     },
     "flash_attn.integrations.diffusers": {
@@ -217,6 +219,7 @@ SIGNATURES = {
     },
     "flash_attn.integrations.transformers": {
         "register": "name='fused_attention'",
+        "float8_cache": "margin=2.0",
         "attention": (
             "module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None, "
             "is_causal=None, s_aux=None, position_bias=None, sinks=None, cu_seq_lens_q=None, cu_seq_lens_k=None, "

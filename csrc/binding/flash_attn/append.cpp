@@ -57,7 +57,8 @@ Append append_of(const flash_attn::FwdParams& fwd, const Tensor& q, const Tensor
   const int64_t least = options.cache_seqlens ? k.size(1) : fwd.problem.seqlen_k;
   STD_TORCH_CHECK(least <= fwd.problem.capacity_k, "k must fit into the cache, which has ", fwd.problem.capacity_k,
                   " positions");
-  Append append{.p = {.problem = fwd.problem, .q = fwd.q, .pages = fwd.pages}};
+  Append append{
+      .p = {.problem = fwd.problem, .dtype = fwd.out_dtype, .coded = fwd.coded, .q = fwd.q, .pages = fwd.pages}};
   AppendParams& p = append.p;
   p.seqlen_new = fwd.problem.appended_k;
   p.k = ref(k), p.v = ref(v);

@@ -40,7 +40,7 @@ bool is_in_groups(const Tensor& bias, int group, int element_bytes) {
 // target = log(mask): 0 for a key that is seen, -inf for the others.
 void log_out(Tensor& target, const Tensor& mask) {
   std::array stack{torch::stable::detail::from(mask), torch::stable::detail::from(target)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::log", "out", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::log", "out", stack.data(), TORCH_ABI_VERSION));
   target = torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -78,9 +78,11 @@ flash_attn::BiasRows bias_rows(const Tensor& x, int batch2_size) {
   return {stride(0), stride(1), stride(2), stride(3), Divisor(batch2_size)};
 }
 
-void set_bias(Problem& p, const OptionalTensor& bias, const Tensor& q) {
+void set_bias(Problem& p, OptionalTensor& bias, const Tensor& q) {
   if (!bias) return;
   check_device(*bias, q, "attn_bias");
+  const bool of_coded = dtype_of(q, "q") != p.dtype;  // kernels compute in another dtype
+  if (of_coded && dtype_number(*bias) == dtype_number(q)) bias = torch::stable::to(*bias, ScalarType::Float);
   check_bias_shape(*bias, p);
   p.bias.is_bool = bias->scalar_type() == ScalarType::Bool;
   if (!p.bias.is_bool) p.bias.dtype = dtype_of(*bias, "attn_bias");
@@ -95,7 +97,8 @@ void place_bias(Problem& p, OptionalTensor& bias, const Tensor& q, bool tiled) {
   if (!bias) return;
   const bool was_bool = p.bias.is_bool;
   if (tiled) p.bias.is_bool = false, p.bias.dtype = p.dtype;
-  const ScalarType dtype = tiled ? q.scalar_type() : bias->scalar_type();
+  const ScalarType of_problem = p.dtype == DType::kFloat16 ? ScalarType::Half : ScalarType::BFloat16;
+  const ScalarType dtype = tiled ? of_problem : bias->scalar_type();
   const int group = tiled ? 8 : 2, per_batch1 = batch2_size(*bias, p);
   if (was_bool != p.bias.is_bool || !is_in_groups(*bias, group, was_bool ? 1 : size_of(p.bias.dtype))) {
     bias = copied_in_groups(*bias, group, dtype);

@@ -13,8 +13,8 @@ int batch2_size(const Tensor& bias, const flash_attn::Problem& p);
 
 flash_attn::BiasRows bias_rows(const Tensor& x, int batch2_size);
 
-// Checks the bias and sets it as it is given.
-void set_bias(flash_attn::Problem& p, const OptionalTensor& bias, const Tensor& q);
+// Checks the bias and sets it as it is given, except that one in bf16 becomes float32 where kernels compute in fp16.
+void set_bias(flash_attn::Problem& p, OptionalTensor& bias, const Tensor& q);
 
 // Copies a bias if the kernels cannot read it as it is: in pairs of keys or, if `tiled`, in tiles that TMA copies,
 // which must have the dtype of the queries. `bias` then holds the copy. In tiles, a bool mask for all heads took a half

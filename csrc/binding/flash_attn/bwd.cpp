@@ -134,7 +134,7 @@ BwdCall bwd_call(const Forward& fwd, const Gradients& gradients, Options& option
   check_same_shape(written.v, x.v, x.v.head_dim, "dv", "v");
 
   BwdParams& p = call.p;
-  p.problem = problem_of(fwd.q, x, batch_of(x, options), options);
+  p.problem = problem_of(fwd.q, x, batch_of(x, options), options, /*coded=*/false);
   set_entries(p.problem, options, fwd.q);
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref, p.out = out.ref, p.dout = dout.ref;
   p.dq = written.q.ref, p.dk = written.k.ref, p.dv = written.v.ref;

@@ -14,6 +14,7 @@
 namespace flash::binding::attention {
 namespace {
 
+using flash_attn::FwdParams;
 using flash_attn::Problem;
 
 void set_sink(Problem& p, OptionalTensor& sink, const Tensor& q) {
@@ -65,7 +66,21 @@ void combine_ranges(Problem& p, Features& features, bool paged, const Tensor& q)
   set_key_ranges(p, features.key_ranges, q);
 }
 
+flash_attn::Descale descale_of(const OptionalTensor& x, const FwdParams& p, const Tensor& q, const char* name) {
+  if (!x) return {};
+  STD_TORCH_CHECK(p.coded, name, " must be None unless k and v have dtype float8_e4m3fn");
+  check_device(*x, q, name);
+  check_dtype(*x, ScalarType::Float, name);
+  check_shape(*x, {p.problem.batch, p.problem.heads_k}, name);
+  return {.data = pointer<float>(x), .batch = x->stride(0), .heads = x->stride(1)};
+}
+
 }  // namespace
+
+void set_descales(FwdParams& p, const Features& features, const Tensor& q) {
+  p.problem.k_descale = descale_of(features.k_descale, p, q, "k_descale");
+  p.problem.v_descale = descale_of(features.v_descale, p, q, "v_descale");
+}
 
 void set_features(Problem& p, OptionalTensor& sink, OptionalTensor& bias, Features& features, bool paged,
                   const Tensor& q) {

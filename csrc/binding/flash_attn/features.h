@@ -1,4 +1,4 @@
-// The sink, the bias and the key ranges of the ops with features.
+// The sink, the bias, the key ranges and the descales of the ops with features.
 #pragma once
 
 #include "binding/flash_attn/options.h"
@@ -11,5 +11,8 @@ namespace flash::binding::attention {
 // ranges: other restrictions of the keys that rows see are turned into ranges, whose memory `features` then holds.
 void set_features(flash_attn::Problem& p, OptionalTensor& sink, OptionalTensor& bias, Features& features, bool paged,
                   const Tensor& q);
+
+// Sets what the codes of a call are multiplied by.
+void set_descales(flash_attn::FwdParams& p, const Features& features, const Tensor& q);
 
 }  // namespace flash::binding::attention

@@ -50,8 +50,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_features(const Tensor& q, const T
                                                         OptionalTensor& sink, OptionalTensor& bias, Options& options,
                                                         Features& features) {
   const DeviceGuard guard(q.get_device_index());
-  FwdCall call = fwd_call(q, k, v, options);
+  FwdCall call = fwd_call(q, k, v, options, /*takes_codes=*/true);
   set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
+  set_descales(call.p, features, q);
   const Tensor row_max = new_row_max(call, q, features.row_max), lse_lo = new_lse_lo(call, q, bias);
   const Tensor softmax_lse = new_lse(call, q), out = new_out(call, q);
   plan_and_launch(call, q, bias);
@@ -62,8 +63,9 @@ void fwd_features_into(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        OptionalTensor& softmax_lse, OptionalTensor& row_max, OptionalTensor& sink, OptionalTensor& bias,
                        Options& options, Features& features) {
   const DeviceGuard guard(q.get_device_index());
-  FwdCall call = fwd_call(q, k, v, options);
+  FwdCall call = fwd_call(q, k, v, options, /*takes_codes=*/true);
   set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
+  set_descales(call.p, features, q);
   write_to(call, q, out, softmax_lse, row_max);
   plan_and_launch(call, q, bias);
 }

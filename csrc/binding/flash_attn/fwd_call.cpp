@@ -80,6 +80,54 @@ std::pair<const char*, const char*> memory_of(const Tensor& x) {
   return {data, data + elements * size_of(dtype_of(x, "an input"))};
 }
 
+// What a call reads in place of codes and of queries in bf16: it must live until the launch.
+struct Widened {
+  OptionalTensor k, v, q, table;
+};
+
+// Adds new tensors for keys and values. The memory that they take is twice that of the cache or, if that is less, that
+// of all positions that the entries have room for, however many they use: a captured graph may be replayed with other
+// lengths. The call then reads them.
+void widen_keys(FwdParams& p, flash_attn::WidenParams& all, Widened& x, const Tensor& q) {
+  flash_attn::Problem& problem = p.problem;
+  const auto [entries, rows] = extent_of_keys(p);
+  const bool paged = has_pages(p), packed = !paged && problem.cu_seqlens_k != nullptr;
+  const int64_t room = round_up(problem.capacity_k, 128);  // TMA copies whole tiles of one page
+  all.by_entry = !packed && (!paged || problem.batch * room < entries * rows);
+  const auto add = [&](int64_t channels) {
+    const int64_t new_entries = all.by_entry ? problem.batch : entries, new_rows = all.by_entry ? room : rows;
+    return new_tensor({new_entries, new_rows, problem.heads_k, channels}, aoti_torch_dtype_float16(), q);
+  };
+  x.k = add(problem.head_dim), x.v = add(problem.head_dim_v);
+  all.k = mutable_ref(*x.k), all.v = mutable_ref(*x.v);
+  p.k = ref(*x.k), p.v = ref(*x.v), p.coded = false;
+  if (!all.by_entry) return;
+  problem.batch_index = nullptr;
+  if (!paged) return;
+  x.table = new_tensor({problem.batch, 1}, aoti_torch_dtype_int32(), q);
+  all.table = static_cast<int*>(x.table->mutable_data_ptr());
+  p.pages = {.block_table = all.table,
+             .batch_stride = 1,
+             .page_size = Divisor(static_cast<int>(room)),
+             .count = problem.batch};
+}
+
+// Has what a call with codes reads converted to fp16, as far as its kernel does not do so itself.
+Widened widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q) {
+  FwdParams& p = call.p;
+  flash_attn::WidenParams all{
+      .fwd = p, .longest_q = static_cast<int>(call.longest_q), .longest_k = static_cast<int>(call.longest_k)};
+  Widened x;
+  if (!reads_codes(p, hints)) widen_keys(p, all, x, q);
+  if (p.out_dtype != p.problem.dtype && !reads_queries(p, hints)) {
+    x.q = new_tensor_of(q.sizes(), aoti_torch_dtype_float16(), q);
+    all.q = mutable_ref(*x.q);
+    p.q = ref(*x.q);
+  }
+  if (x.k || x.q) flash_attn::widen(all, current_stream(q));
+  return x;
+}
+
 Tensor no_values(const Tensor& q) { return new_tensor({0}, aoti_torch_dtype_float32(), q); }
 
 flash_attn::FwdHints hints_of(const FwdCall& call, int device) {
@@ -108,14 +156,22 @@ void launch(const FwdParams& p, flash_attn::FwdChoice& choice, const Tensor& q) 
 
 }  // namespace
 
-FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options) {
+FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options,
+                 bool takes_codes) {
   const bool tokens = options.cu_seqlens_q.has_value();
-  if (k) check_like(*k, q, "k");
-  if (v) check_like(*v, q, "v");
+  takes_codes &= v.has_value();
+  if (k) check_keys(*k, q, "k", takes_codes);
+  if (v) check_keys(*v, q, "v", takes_codes);
+  const bool coded = takes_codes && check_coded(*k, *v);
   const Inputs x = unpack<const void>(q, k, v, tokens, /*paged=*/options.block_table.has_value());
   check_inputs(x);
 
-  FwdParams p{.problem = problem_of(q, x, batch_of(x, options), options), .q = x.q.ref, .k = x.k.ref, .v = x.v.ref};
+  FwdParams p{.problem = problem_of(q, x, batch_of(x, options), options, coded),
+              .q = x.q.ref,
+              .k = x.k.ref,
+              .v = x.v.ref,
+              .out_dtype = dtype_of(q, "q"),
+              .coded = coded};
   set_entries(p.problem, options, q);
   p.pages = set_pages(p.problem, options.block_table, q, x.k);
   if (options.block_table) p.problem.seqlen_k = p.problem.capacity_k;
@@ -184,6 +240,13 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   p.aligned = all_aligned(p);
   const flash_attn::FwdHints hints = hints_of(call, q.get_device_index());
   p.one_instance = hints.invariance == 2;
+  std::optional<Widened> widened;
+  if (p.coded) {
+    if (append != nullptr) p.q = append_apart(*std::exchange(append, nullptr), q);
+    p.aligned = all_aligned(p);
+    widened = widen(call, hints, q);
+    p.aligned = all_aligned(p);
+  }
   place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
   flash_attn::FwdChoice choice = plan_fwd(p, hints);
   if (append != nullptr && appends_in_decoding(p, choice.plan, append->p, hints)) {

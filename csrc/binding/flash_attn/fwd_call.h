@@ -23,8 +23,9 @@ struct FwdCall {
   int64_t num_splits = 0;  // 0: as many as is best
 };
 
-// The call of fwd or probabilities with these arguments, without results.
-FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options);
+// The call of fwd or probabilities with these arguments, without results. takes_codes: whether k and v may be codes.
+FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options,
+                 bool takes_codes = false);
 
 // Results: each function returns a new tensor, which the call then writes.
 Tensor new_out(FwdCall& call, const Tensor& q);

@@ -77,6 +77,20 @@ inline void check_like(const Tensor& x, const Tensor& q, const char* name) {
   check_same_dtype(x, q, name);
 }
 
+// Whether a tensor holds codes in 8 bits.
+inline bool is_coded(const Tensor& x) { return dtype_number(x) == aoti_torch_dtype_float8_e4m3fn(); }
+
+// Checks keys or values, which may be codes if the op takes them.
+inline void check_keys(const Tensor& x, const Tensor& q, const char* name, bool takes_codes) {
+  check_device(x, q, name);
+  if (!takes_codes || !is_coded(x)) check_same_dtype(x, q, name);
+}
+inline bool check_coded(const Tensor& k, const Tensor& v) {
+  STD_TORCH_CHECK(is_coded(k) == is_coded(v), "k and v must have one dtype, found ", k.scalar_type(), " and ",
+                  v.scalar_type());
+  return is_coded(k);
+}
+
 inline void check_inputs(const Inputs& x) {
   const auto& [q, k, v] = x;
   for (const auto& [name, x] : {std::pair("q", &q), std::pair("v", &v)}) {

@@ -34,9 +34,11 @@ void set_lengths(Problem& p, CacheOptions& options, const Tensor& q) {
 }
 
 // The call with these arguments, without results and without what is appended.
-FwdCall kvcache_call(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, CacheOptions& options) {
-  check_like(k_cache, q, "k_cache");
-  check_like(v_cache, q, "v_cache");
+FwdCall kvcache_call(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, CacheOptions& options,
+                     bool takes_codes = false) {
+  check_keys(k_cache, q, "k_cache", takes_codes);
+  check_keys(v_cache, q, "v_cache", takes_codes);
+  const bool coded = takes_codes && check_coded(k_cache, v_cache);
   if (options.k) {  // appending writes to the caches: gives lazy clones memory of their own before any address is taken
     k_cache.mutable_data_ptr();
     v_cache.mutable_data_ptr();
@@ -49,7 +51,12 @@ FwdCall kvcache_call(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   STD_TORCH_CHECK(batch >= 0, "cu_seqlens_q must have batch + 1 elements, found none");
   STD_TORCH_CHECK(paged || options.cache_batch_idx || x.k.batch == batch, "k_cache must have q's batch size ", batch);
 
-  FwdParams p{.problem = problem_of(q, x, batch, options), .q = x.q.ref, .k = x.k.ref, .v = x.v.ref};
+  FwdParams p{.problem = problem_of(q, x, batch, options, coded),
+              .q = x.q.ref,
+              .k = x.k.ref,
+              .v = x.v.ref,
+              .out_dtype = dtype_of(q, "q"),
+              .coded = coded};
   p.pages = set_pages(p.problem, options.block_table, q, x.k);
   p.problem.cu_seqlens_q = index_pointer(options.cu_seqlens_q, q, p.problem.batch + 1, "cu_seqlens_q");
   set_lengths(p.problem, options, q);
@@ -67,7 +74,7 @@ FwdCall kvcache_call(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                      const Features& features) {
   STD_TORCH_CHECK(!features.causal || !options.rotary_cos,
                   "causal of each entry has no kernel with rotary_cos: call the op ..._reference");
-  return kvcache_call(q, k_cache, v_cache, options);
+  return kvcache_call(q, k_cache, v_cache, options, /*takes_codes=*/true);
 }
 
 // Completes a call, plans and launches it. queries_advance: as in append_of.
@@ -117,6 +124,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q,
   const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
   FwdCall call = kvcache_call(q, k_cache, v_cache, options, features);
   set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
+  set_descales(call.p, features, q);
   const Tensor softmax_lse = new_lse(call, q), row_max = new_row_max(call, q, features.row_max);
   const Tensor lse_lo = new_lse_lo(call, q, bias), out = new_out(call, q);
   append_and_launch(call, q, k_cache, v_cache, options, bias, queries_advance);
@@ -130,6 +138,7 @@ void fwd_kvcache_features_into(const Tensor& q, const Tensor& k_cache, const Ten
   const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
   FwdCall call = kvcache_call(q, k_cache, v_cache, options, features);
   set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
+  set_descales(call.p, features, q);
   write_to(call, q, out, softmax_lse, row_max);
   append_and_launch(call, q, k_cache, v_cache, options, bias, queries_advance);
 }

@@ -104,6 +104,8 @@ struct Features {
   OptionalTensor causal;
   OptionalTensor seqused_q;
   bool row_max;
+  OptionalTensor k_descale;
+  OptionalTensor v_descale;
 };
 
 inline void parse(Arguments& from, Features& features) {
@@ -112,6 +114,8 @@ inline void parse(Arguments& from, Features& features) {
   from.read(features.causal);
   from.read(features.seqused_q);
   from.read(features.row_max);
+  from.read(features.k_descale);
+  from.read(features.v_descale);
 }
 
 }  // namespace flash::binding::attention

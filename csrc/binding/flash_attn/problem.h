@@ -31,13 +31,14 @@ inline void set_alibi_slopes(flash_attn::Problem& p, OptionalTensor& slopes, con
 }
 
 // Sets shapes, masks and scores. Lengths of keys are those of dense tensors until the caller changes them. AnyOptions:
-// Options or CacheOptions.
+// Options or CacheOptions. coded: whether keys and values are codes, with which kernels compute in fp16.
 template <typename AnyOptions>
-flash_attn::Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, AnyOptions& options) {
+flash_attn::Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, AnyOptions& options, bool coded) {
   flash_attn::Problem p{};
   p.dtype = dtype_of(q, "q");
   STD_TORCH_CHECK(p.dtype != DType::kFloat32,
                   "q must have dtype float16 or bfloat16 for the CUDA kernels, found float32");
+  if (coded) p.dtype = DType::kFloat16;
   p.batch = narrow_size(batch, "the batch");
   p.heads = narrow_size(x.q.heads, "the number of heads");
   p.heads_k = narrow_size(x.k.heads, "the number of key heads");
@@ -47,8 +48,7 @@ flash_attn::Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, 
   p.seqlen_k = p.capacity_k = seqlen(x.k.seqlen, "k");
   p.window_left = window_side(options.window_left);
   p.window_right = window_side(options.window_right);
-  // A scale of 0 should make all scores 0. But hidden ones are -inf, and -inf * 0 is NaN: so a tiny scale replaces it.
-  p.softmax_scale = std::max(static_cast<float>(options.softmax_scale), 1e-30f);
+  p.softmax_scale = std::max(static_cast<float>(options.softmax_scale), flash_attn::kLeastSoftmaxScale);
   p.softcap = std::max(static_cast<float>(options.softcap), 0.f);
   p.dropout_rescale = 1;
   set_alibi_slopes(p, options.alibi_slopes, q);

@@ -1,5 +1,5 @@
 // How long a backward on Hopper takes if its n_blocks are split: the model by which bwd/planner.h chooses the number of
-// splits. Pure host code.
+// splits, and with key ranges, when only the GPU knows how many steps each n_block takes, bwd/work_list.cuh.
 //
 // Time is counted in steps: a step is what one thread block (above 128 channels, a cluster of two) does for one
 // m_block. A call takes
@@ -25,10 +25,16 @@
 
 #include "common/divmod.h"
 
+#ifdef __CUDACC__
+#define FLASH_HOST_DEVICE __host__ __device__
+#else
+#define FLASH_HOST_DEVICE
+#endif
+
 namespace flash::flash_attn {
 
 constexpr int kMostSplits = 16;
-constexpr int kStepsOfBlock = 3, kStepsOfSum = 5, kChannelsOfStep = 24;
+constexpr int kStepsOfBlock = 3, kStepsOfSum = 5, kChannelsOfStep = 24, kFewestSteps = 4;
 
 // The sizes from which the time of a call is estimated.
 struct SplitProblem {
@@ -80,5 +86,35 @@ inline Splits best_splits(const SplitProblem& p, int most) {
   }
   return best;
 }
+
+// With key ranges, n_blocks may have any numbers of steps: one with the first keys, which all rows see, may have a
+// hundred times as many as those of a window. Those that would keep a place busy after all others are done are split.
+struct StepLimits {
+  int64_t most;      // n_blocks with more steps are split
+  int64_t of_split;  // into splits of about as many steps
+
+  // An n_block has `longest` steps, all together have `total`. If the longest gains less than what the sum and a
+  // quarter of the work of a place take, there are no splits.
+  FLASH_HOST_DEVICE StepLimits(int64_t total, int64_t longest, int64_t places) {
+    const int64_t mean = (total + places - 1) / places;
+    const bool splits = longest > mean + mean / 4 + kStepsOfBlock + kStepsOfSum;
+    most = !splits ? longest : mean > 2 * kFewestSteps ? mean : 2 * kFewestSteps;
+    of_split = (most + 1) / 2;
+  }
+
+  // How many splits an n_block has, of which each visits one m_block at least.
+  FLASH_HOST_DEVICE int splits(int64_t steps, int m_blocks) const {
+    if (steps <= most) return 1;
+    const int64_t count = (steps + of_split - 1) / of_split;
+    return static_cast<int>(count < m_blocks ? count : m_blocks);
+  }
+};
+
+// No more splits of split n_blocks than so many for each place: those n_blocks have more than the mean work of a place,
+// so that they are fewer than the places; and their splits, two for the mean work and one for each n_block.
+constexpr int kMostSplitsOfPlace = 3;
+
+// The most steps that an n_block can have if StepLimits never splits it.
+constexpr int kNeverSplitSteps = kStepsOfBlock + kStepsOfSum;
 
 }  // namespace flash::flash_attn

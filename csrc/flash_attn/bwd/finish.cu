@@ -7,6 +7,7 @@
 #include "common/launch.h"
 #include "flash_attn/bwd/dq_accum.cuh"
 #include "flash_attn/bwd/plan.h"
+#include "flash_attn/bwd/ranges.cuh"
 #include "flash_attn/bwd/rows.h"
 #include "flash_attn/bwd/scratch.cuh"
 #include "flash_attn/dispatch.h"
@@ -26,16 +27,24 @@ struct BwdFinishConfig {
   static constexpr int kThreads = 256;
 };
 
-bool may_skip_keys(const Problem& p) {
+__host__ __device__ bool may_skip_keys(const Problem& p) {
   return p.cu_seqlens_k != nullptr || p.seqused_k != nullptr || p.leftpad_k != nullptr;
 }
-
-__device__ bool is_used(const Problem& p, const Span& key) {
-  const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry); };
-  const bool packed = p.cu_seqlens_k != nullptr;
-  const Span used = key_span(p, packed ? last_entry_from(p.batch + 1, key.first, start_of) : key.batch);
-  return used.first <= key.first && key.first < used.first + used.length;
+__host__ __device__ bool may_split(const BwdCommonPlan& plan) {
+  return plan.splits > 1 || plan.scratch.work_tiles != nullptr;
 }
+
+// The entry that uses a key, and which of its keys that is; a negative one if none does.
+struct UsedKey {
+  int entry, key;
+
+  __device__ UsedKey(const Problem& p, const Span& token) {
+    const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry); };
+    entry = p.cu_seqlens_k != nullptr ? last_entry_from(p.batch + 1, token.first, start_of) : token.batch;
+    const Span used = key_span(p, entry);
+    key = used.first <= token.first && token.first < used.first + used.length ? token.first - used.first : -1;
+  }
+};
 
 // Stores channels col .. col + 15 of a row, rounded; those from `cols` on do not exist. `step`: the stride of channels.
 template <typename T>
@@ -85,15 +94,24 @@ __device__ void finish_dq(const BwdCommonParams& p, const Span& token, int head,
 // Stores 16 channels, from `col` on, of dK and dV of a key, or adds to them: zeros if no entry uses it, else what its
 // splits add up to.
 template <typename Config>
-__device__ void finish_key(const BwdCommonParams& p, const Span& key, int head, int col) {
+__device__ void finish_key(const BwdCommonParams& p, const Span& token, int head, int col) {
   using T = typename Config::T;
-  const bool used = is_used(p.problem, key);
-  if (used ? p.plan.splits == 1 : p.adds_dkv) return;
+  const UsedKey used(p.problem, token);
+  SplitSums splits{0, 0};
+  if (used.key >= 0) {
+    if (!may_split(p.plan)) return;
+    splits = sums_of(p.problem, p.plan, {used.entry, head, used.key / p.plan.block_keys});
+    if (splits.count == 1) return;
+  } else if (p.adds_dkv) {
+    return;
+  }
   const auto finish = [&](bool of_values, const TensorRef<>& x, int cols, float factor) {
     float sums[16] = {};
-    if (used && col < cols) {
-      for (int split = 0; split < p.plan.splits; ++split) {
-        const float* from = KeySums<Config::kHeadDim>::address(p.plan, p.problem, of_values, split, key, head, 0) + col;
+    if (col < cols) {
+#pragma unroll 4
+      for (int split = splits.first; split < splits.first + splits.count; ++split) {
+        const float* from =
+            KeySums<Config::kHeadDim>::address(p.plan, split, of_values, used.key % p.plan.block_keys) + col;
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
           const Vec<float, 4> quad = load<4>(from + i);
@@ -105,9 +123,9 @@ __device__ void finish_key(const BwdCommonParams& p, const Span& key, int head, 
       for (float& sum : sums) sum *= factor;
     }
     if (p.float_dkv) {
-      store_floats(first_token<float>(x, key, head), sums, col, cols, p.adds_dkv);
+      store_floats(first_token<float>(x, token, head), sums, col, cols, p.adds_dkv);
     } else {
-      store_channels(first_token<T>(x, key, head), sums, col, cols, x.head_dim, p.aligned);
+      store_channels(first_token<T>(x, token, head), sums, col, cols, x.head_dim, p.aligned);
     }
   };
   finish(false, p.dk, p.problem.head_dim, p.problem.softmax_scale);
@@ -138,31 +156,34 @@ __host__ __device__ int64_t num_blocks(int64_t heads, int seqlen) {
 }
 
 template <typename Config>
+__host__ __device__ int64_t num_key_blocks(const BwdCommonParams& p) {
+  if (!may_split(p.plan) && !may_skip_keys(p.problem)) return 0;
+  return num_blocks<Config>(num_entries(p.problem) * p.problem.heads_k, p.problem.seqlen_k);
+}
+
+template <typename Config>
 __host__ __device__ int64_t num_dq_blocks(const BwdCommonParams& p) {
   const int64_t heads = num_entries(p.problem) * p.problem.heads;
   return p.plan.rounds_dq ? 0 : num_blocks<Config>(heads, p.problem.seqlen_q);
 }
 
+// Keys first: the sums of many splits take long, but few threads.
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __grid_constant__ BwdCommonParams p) {
   const Problem& problem = p.problem;
-  const int block = blockIdx.x, dq_blocks = num_dq_blocks<Config>(p);
-  if (block < dq_blocks) {
-    for_thread<Config>(block, problem.seqlen_q, problem.heads,
-                       [&](const Span& token, int head, int col) { finish_dq<Config>(p, token, head, col); });
-  } else {
-    for_thread<Config>(block - dq_blocks, problem.seqlen_k, problem.heads_k,
+  const int block = blockIdx.x, key_blocks = num_key_blocks<Config>(p);
+  if (block < key_blocks) {
+    for_thread<Config>(block, problem.seqlen_k, problem.heads_k,
                        [&](const Span& key, int head, int col) { finish_key<Config>(p, key, head, col); });
+  } else {
+    for_thread<Config>(block - key_blocks, problem.seqlen_q, problem.heads,
+                       [&](const Span& token, int head, int col) { finish_dq<Config>(p, token, head, col); });
   }
 }
 
 template <typename Config>
 void launch_bwd_finish(const BwdCommonParams& p, cudaStream_t stream) {
-  const Problem& problem = p.problem;
-  int64_t blocks = num_dq_blocks<Config>(p);
-  if (may_skip_keys(problem) || p.plan.splits > 1) {
-    blocks += num_blocks<Config>(num_entries(problem) * problem.heads_k, problem.seqlen_k);
-  }
+  const int64_t blocks = num_key_blocks<Config>(p) + num_dq_blocks<Config>(p);
   launch<bwd_finish_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
 }
 

@@ -15,7 +15,19 @@ struct Interval;  // see mask.cuh
 // With key ranges: which keys of an n_block some row sees, and which rows see any of them.
 struct alignas(8) KeyUse {
   int first_m, last_m;  // m_blocks; those outside see none of the keys, and some of those inside may not either
+  int steps;            // m_blocks to visit, in all query heads of a key head
   uint32_t live[4];     // a bit for each key: whether some row sees it
+};
+
+// What a thread block of the main kernel takes at a time: a split of an n_block, mostly the only one.
+struct alignas(16) BwdWorkTile {
+  int place;  // of the n_block in the order in which they are taken (n_block_at)
+  int split, splits;
+};
+
+// Which of BwdScratch::key_sums the splits of an n_block have, if there are several.
+struct alignas(8) SplitSums {
+  int first, count;
 };
 
 // There is a semaphore for every kSemaphoreRows rows of a head, the fewest of any tile. A kernel with larger tiles uses
@@ -29,11 +41,15 @@ struct BwdScratch {
   float* dq_accum = nullptr;  // fp32 dQ, as DqAccum lays it out
   int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many n_blocks have added
                               // to dQ of these rows; unused unless thread blocks wait
-  int* next_work = nullptr;   // (1), how many work tiles have been taken
+  int* next_work = nullptr;   // (2), how many work tiles have been taken; and with a work list, how many there are
   float* key_sums = nullptr;  // where n_blocks are split: each split's sums of dK and dV (KeySums)
   // With key ranges, found by bwd/ranges.cu. If all heads have the same ranges, these are stored for one head.
   Interval* seen = nullptr;    // (heads of all entries, rows_per_head), the keys that a row sees
   KeyUse* key_uses = nullptr;  // (key heads of all entries, n_blocks)
+  // The work list (bwd/work_list.cuh), with key ranges if some n_blocks may need splits: all work tiles in their order;
+  // and for n_blocks of each key head where their sums are.
+  BwdWorkTile* work_tiles = nullptr;
+  SplitSums* split_sums = nullptr;  // (key heads of all entries, n_blocks)
 };
 
 // In which order the m_blocks that see an n_block are visited.
@@ -51,8 +67,11 @@ struct BwdCommonPlan {
   int swizzle_entries = 1;  // packed entries whose n_blocks are taken together, with Swizzle::kHeadsAndEntries
   // Into how many splits an n_block is divided, each for a thread block of its own: more than one if there are too few
   // n_blocks to occupy the GPU. The query heads of its key head are divided into head_splits, its m_blocks into
-  // m_splits; each split is one combination, and bwd/finish.cu adds up their dK and dV.
+  // m_splits; each split is one combination, and bwd/finish.cu adds up their dK and dV. With a work list, each n_block
+  // has as many splits as that says, all by m_blocks.
   int head_splits = 1, m_splits = 1, splits = 1;  // splits = head_splits * m_splits
+  int block_keys = 0;                             // keys of an n_block
+  int places = 0;                                 // how many thread blocks, or clusters of two, run at a time
   bool waits = false;      // thread blocks wait at dQ semaphores before they touch rows of dQ that others touch, too:
                            // if the call is deterministic, or if rounds_dq
   bool rounds_dq = false;  // the main kernel rounds dQ, and dq_accum need not start as zeros; otherwise bwd/finish.cu

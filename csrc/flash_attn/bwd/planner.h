@@ -33,9 +33,14 @@ struct BwdScratchSizes {
   int64_t semaphores = 0;
   int64_t key_sums = 0;
   int64_t tiles = 0, seen = 0, key_uses = 0;  // for key ranges
+  int64_t work_tiles = 0, split_sums = 0;     // for the work list
 
   int64_t ranges() const { return tiles + seen + key_uses; }
-  int64_t total() const { return dq_accum + num_row_values * row_values + key_sums + ranges() + semaphores + 1; }
+  int64_t work_list() const { return work_tiles + split_sums; }
+  int64_t total() const {
+    return dq_accum + num_row_values * row_values + key_sums + ranges() + work_list() + semaphores + kCounters;
+  }
+  static constexpr int kCounters = 2;  // BwdScratch::next_work
 };
 
 struct BwdChoice {
@@ -45,6 +50,10 @@ struct BwdChoice {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Scratch
+
+// How many elements of 4 bytes a T takes.
+template <typename T>
+constexpr int kElements = sizeof(T) / sizeof(float);
 
 inline int64_t heads_of_all_entries(const Problem& p) { return int64_t{p.heads} * (p.cu_seqlens_q ? 1 : p.batch); }
 
@@ -72,8 +81,7 @@ inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_pe
   const int64_t n_blocks = ceil_div(int64_t{p.seqlen_k}, kLeastKeys) + packed_entries;
   sizes.tiles = rows / kLeastRows * 4;
   sizes.seen = rows * 2;
-  sizes.key_uses =
-      entries * (p.ranges.heads == 0 ? 1 : p.heads_k) * n_blocks * static_cast<int64_t>(sizeof(KeyUse) / sizeof(float));
+  sizes.key_uses = entries * (p.ranges.heads == 0 ? 1 : p.heads_k) * n_blocks * kElements<KeyUse>;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -139,15 +147,14 @@ inline int swizzle_without_waits(const Problem& p, const BwdHints& hints) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Splits of n_blocks
 
-// dK and dV that the splits of all n_blocks sum, with as many channels as KeySums has.
-inline int64_t key_sums_size(const Problem& p, int splits) {
-  const int64_t keys = int64_t{p.heads_k} * p.seqlen_k * (p.cu_seqlens_k ? 1 : p.batch);
-  return 2 * keys * splits * instance_on_sm90(p);
+// dK and dV of so many splits of n_blocks, as KeySums has them.
+inline int64_t key_sums_size(const SplitProblem& p, int64_t splits) {
+  return 2 * splits * bwd_sm90_keys(p.head_dim) * p.head_dim;
 }
 
-// The problem as the cost model sees it: key ranges count as a causal mask does.
+// The problem as the cost model sees it.
 inline SplitProblem split_problem(const Problem& p, const BwdHints& hints) {
-  const int head_dim = instance_on_sm90(p), keys = head_dim > 256 ? 64 : 128;
+  const int head_dim = instance_on_sm90(p), keys = bwd_sm90_keys(head_dim);
   const int tile_rows = bwd_sm90_tile(head_dim, instance_for<BwdSm90Kernel>(p)).rows;
   const int64_t per_head = p.cu_seqlens_k ? p.seqlen_k / keys + p.batch : ceil_div(int64_t{p.seqlen_k}, keys);
   const bool left = p.window_left != kUnbounded, right = p.window_right != kUnbounded;
@@ -156,19 +163,35 @@ inline SplitProblem split_problem(const Problem& p, const BwdHints& hints) {
   return {.n_blocks = per_head * p.heads_k * (p.cu_seqlens_k ? 1 : p.batch),
           .m_blocks = ceil_div(rows, tile_rows),
           .group = p.heads / p.heads_k,
-          .uneven = left != right || p.ranges.data != nullptr,
+          .uneven = left != right,
           .head_dim = head_dim,
           .multiprocessors = hints.multiprocessors};
 }
 
+// With key ranges, makes room for a work list, and for the sums of the splits that it may have: less than 64 MB. There
+// is none if no n_block can have so many steps that it would be split.
+inline void list_splits(BwdScratchSizes& sizes, const SplitProblem& p) {
+  const int64_t m_blocks = p.m_blocks + 1;  // those of a window may begin within one
+  if (m_blocks * p.group <= kNeverSplitSteps) return;
+  const int64_t more = kMostSplitsOfPlace * p.places();
+  sizes.work_tiles = (p.n_blocks + more) * kElements<BwdWorkTile>;
+  sizes.split_sums = p.n_blocks * kElements<SplitSums>;
+  sizes.key_sums = key_sums_size(p, std::min(more, p.n_blocks * m_blocks));
+}
+
 // Splits n_blocks where there are too few to occupy the GPU: cross-attention to few keys, one key head for many query
 // heads, or one sequence with few heads. What the splits sum may take as much memory as dq_accum, or 64 MB.
-inline void split_n_blocks(BwdSm90Plan& plan, const Problem& p, const BwdHints& hints) {
+inline void split_n_blocks(BwdSm90Plan& plan, BwdScratchSizes& sizes, const Problem& p, const BwdHints& hints) {
+  const SplitProblem problem = split_problem(p, hints);
+  plan.block_keys = bwd_sm90_keys(problem.head_dim), plan.places = static_cast<int>(problem.places());
+  if (p.ranges.data != nullptr) return list_splits(sizes, problem);
   const int64_t most_memory = std::max(dq_accum_size(p), int64_t{16 << 20});
-  const int64_t most = std::min<int64_t>(kMostSplits, most_memory / key_sums_size(p, 1));
-  const Splits splits = best_splits(split_problem(p, hints), static_cast<int>(most));
+  const int64_t most = std::min<int64_t>(kMostSplits, most_memory / key_sums_size(problem, problem.n_blocks));
+  const Splits splits = best_splits(problem, static_cast<int>(most));
   plan.head_splits = splits.of_heads, plan.m_splits = splits.of_m_blocks, plan.splits = splits.count();
-  if (plan.splits > 1) plan.m_block_order = MBlockOrder::kLastFirst;  // which the instances for splits are compiled for
+  if (plan.splits == 1) return;
+  plan.m_block_order = MBlockOrder::kLastFirst;  // which the instances for splits are compiled for
+  sizes.key_sums = key_sums_size(problem, problem.n_blocks * plan.splits);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -225,6 +248,7 @@ inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
 
 inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   BwdSm90Plan plan{};
+  BwdScratchSizes sizes;
   plan.in_order = hints.deterministic;
   plan.rounds_dq = rounds_dq(p, plan.in_order);
   plan.waits = plan.in_order || plan.rounds_dq;
@@ -236,14 +260,13 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
     plan.swizzle_entries = ceil_div(kFewestInOrder, p.heads_k);
   }
   plan.blocks = hints.multiprocessors;
-  split_n_blocks(plan, p, hints);
+  split_n_blocks(plan, sizes, p, hints);
   plan.scratch.rows_per_head = padded_rows_per_head(p);
-  return {plan,
-          {.dq_accum = dq_accum_size(p),
-           .row_values = heads_of_all_entries(p) * plan.scratch.rows_per_head,
-           .num_row_values = p.bias.data == nullptr ? 2 : 3,
-           .semaphores = plan.waits ? num_semaphores(p) : 0,
-           .key_sums = plan.splits > 1 ? key_sums_size(p, plan.splits) : 0}};
+  sizes.dq_accum = dq_accum_size(p);
+  sizes.row_values = heads_of_all_entries(p) * plan.scratch.rows_per_head;
+  sizes.num_row_values = p.bias.data == nullptr ? 2 : 3;
+  sizes.semaphores = plan.waits ? num_semaphores(p) : 0;
+  return {plan, sizes};
 }
 
 // Chooses the kernel and the plan of a problem, and says how much scratch it takes.
@@ -256,16 +279,18 @@ inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
 // Points a problem and its plan to their scratch: sizes.total() uninitialized elements, aligned to 16 bytes.
 inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& sizes, float* memory) {
   float *row_values = memory + sizes.dq_accum, *key_sums = row_values + sizes.num_row_values * sizes.row_values;
-  float* ranges = key_sums + sizes.key_sums;
-  int* counters = reinterpret_cast<int*>(ranges + sizes.ranges());
+  float *ranges = key_sums + sizes.key_sums, *work_list = ranges + sizes.ranges();
+  int* counters = reinterpret_cast<int*>(work_list + sizes.work_list());
   problem.ranges.of_tiles = reinterpret_cast<int4*>(ranges);
   const auto use = [&](BwdScratch& scratch) {
     scratch.seen = reinterpret_cast<Interval*>(ranges + sizes.tiles);
     scratch.key_uses = reinterpret_cast<KeyUse*>(ranges + sizes.tiles + sizes.seen);
     scratch.dq_accum = memory;
     scratch.key_sums = key_sums;
+    if (sizes.work_tiles > 0) scratch.work_tiles = reinterpret_cast<BwdWorkTile*>(work_list);
+    scratch.split_sums = reinterpret_cast<SplitSums*>(work_list + sizes.work_tiles);
     scratch.next_work = counters;
-    scratch.semaphores = counters + 1;
+    scratch.semaphores = counters + BwdScratchSizes::kCounters;
   };
   std::visit([&](auto& chosen) { use(chosen.scratch); }, plan);
   if (auto* on_sm90 = std::get_if<BwdSm90Plan>(&plan)) {

@@ -2,7 +2,8 @@
 //
 // - computes softmax_d, the row sums of dO * O less the gradient of lse, where O is out + out_lo if there is an out_lo;
 // - zeroes dq_accum or, if the main kernel rounds dQ, dQ of rows that see no key; and the semaphores and next_work;
-// - for the kernels for sm_90, stores lse and softmax_d in the padded layout of BwdScratch.
+// - for the kernels for sm_90, stores lse and softmax_d in the padded layout of BwdScratch;
+// - fills the work list, if there is one: the first thread block does only that, beside the others.
 //
 // kLanes threads share a row, each with kLaneChunks chunks of 8 channels, and load several rows at a time. The rows are
 // those of BwdParams::softmax_d. Its padding between entries stands for no token and gets 0. Packed tokens after the
@@ -15,6 +16,8 @@
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/bwd/rows.h"
 #include "flash_attn/bwd/scratch.cuh"
+#include "flash_attn/bwd/tiles.h"
+#include "flash_attn/bwd/work_list.cuh"
 #include "flash_attn/dispatch.h"
 #include "flash_attn/params.h"
 #include "flash_attn/scores/mask.cuh"
@@ -34,6 +37,7 @@ struct BwdPrepareConfig {
   static constexpr int kLaneChunks = (kHeadDim + kChunk * kLanes - 1) / (kChunk * kLanes);
   static constexpr int kThreads = 256, kStepRows = kThreads / kLanes, kSteps = 4;
   static constexpr int kRows = kSteps * kStepRows;
+  static constexpr int kBlockKeys = bwd_sm90_keys(kHeadDim);  // of n_blocks in the work list
 };
 
 // The position of row 0 of an entry among the rows of a head in softmax_d.
@@ -235,9 +239,11 @@ __device__ void prepare_in_steps(const BwdCommonParams& p, int outer, int64_t fi
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ BwdCommonParams p) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.plan.scratch.next_work = 0;
+  const bool lists_work = p.plan.scratch.work_tiles != nullptr;
+  if (lists_work && blockIdx.x == 0) return list_work<Config::kBlockKeys, Config::kThreads>(p);
   const int blocks_per_head = blocks_for(softmax_d_per_head(p.problem), Config::kRows);
-  const int outer = blockIdx.x / blocks_per_head;
-  const int64_t first = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;
+  const int block = blockIdx.x - lists_work, outer = block / blocks_per_head;
+  const int64_t first = int64_t{block % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;
   const bool exact = p.out_lo.data != nullptr;
   if (p.aligned && !exact) return prepare_rows<Config, Config::kSteps, true, false>(p, outer, first);
   // With out_lo, half as many rows at a time, to save registers.
@@ -253,7 +259,8 @@ void launch_bwd_prepare(const BwdCommonParams& p, cudaStream_t stream) {
   if (p.problem.seqlen_q == 0) {  // the kernel reads some token for each row, and here there is none
     return check_cuda(cudaMemsetAsync(p.softmax_d, 0, sums * sizeof(float), stream), "cudaMemsetAsync");
   }
-  const int64_t blocks = sums / per_head * blocks_for(per_head, Config::kRows);
+  const bool lists_work = p.plan.scratch.work_tiles != nullptr;
+  const int64_t blocks = sums / per_head * blocks_for(per_head, Config::kRows) + lists_work;
   launch<bwd_prepare_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
 }
 

@@ -1,7 +1,7 @@
 // Key ranges in the backward. Two small kernels run before the others. find_seen_kernel finds the interval of keys that
 // each row sees and, for each tile of rows, the smallest interval that holds these and the largest that lies in all of
-// them. find_key_uses_kernel then finds for each n_block which tiles of rows see it, and which of its keys no row
-// sees.
+// them. find_key_uses_kernel then finds for each n_block which tiles of rows see it, how many, and which of its keys no
+// row sees.
 #include <cstdint>
 
 #include "common/launch.h"
@@ -42,6 +42,12 @@ __device__ Interval seen_by(const Mask& mask, int row, const int* given) {
 }
 
 // Reduces the values of all lanes with fn.
+template <typename T, typename Fn>
+__device__ T combine_lanes(T x, Fn&& fn) {
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) x = fn(x, __shfl_xor_sync(~0u, x, lanes));
+  return x;
+}
 template <typename Fn>
 __device__ Interval combine_lanes(Interval x, Fn&& fn) {
 #pragma unroll
@@ -112,41 +118,72 @@ __global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __gri
   const int query_heads = ranged_heads(problem) / heads, first_head = static_cast<int>(outer % heads) * query_heads;
   const auto rows_of = [&](int head) { return seen_index(problem, scratch, seq.q, entry, head); };
 
-  Interval used = no_keys();  // an interval of m_blocks: those that see the keys
-  bool all_live = false;
-  for (int head = first_head; head < first_head + query_heads; ++head) {
-    const int4* tiles = problem.ranges.of_tiles + rows_of(head) / tile_rows;
-    for (int block = blocks.first + lane_id(); block <= blocks.last; block += 32) {
-      const TileSeen seen(tiles[block]);
-      if (touches(seen.any, keys)) used = hull(used, {block, block});
-      all_live |= seen.all.covers(keys);
+  // Calls fn(head, m_block) for the m_blocks that may see the keys, those of 32 lanes together; past the last, m_block
+  // is -1.
+  const auto for_each_tile = [&](auto&& fn) {
+    for (int head = first_head; head < first_head + query_heads; ++head) {
+      for (int block = blocks.first; block <= blocks.last; block += 32) {
+        fn(head, block + lane_id() <= blocks.last ? block + lane_id() : -1);
+      }
     }
-  }
-  used = combine_lanes(used, [](const Interval& a, const Interval& b) { return hull(a, b); });
+  };
+  const auto seen_by_tile = [&](int head, int block) {
+    return TileSeen(problem.ranges.of_tiles[rows_of(head) / tile_rows + block]);
+  };
 
+  Interval used = no_keys();  // an interval of m_blocks: those that see the keys
+  int visited = 0;            // how many do
   uint32_t live[kLiveWords] = {};
   const auto add = [&](const Interval& seen) {
 #pragma unroll
     for (int i = 0; i < kLiveWords; ++i) live[i] |= bits_of(intersection(seen, keys), first_key + 32 * i);
   };
-  if (__any_sync(~0u, all_live)) {
-    add(keys);
-  } else if (!used.empty()) {
-    for (int head = first_head; head < first_head + query_heads; ++head) {
-      const Interval* rows = scratch.seen + rows_of(head);
-      for (int row = used.first * tile_rows + lane_id(); row < (used.last + 1) * tile_rows; row += 32) {
-        add(rows[row]);
-      }
+  for_each_tile([&](int head, int block) {
+    if (block < 0) return;
+    const TileSeen seen = seen_by_tile(head, block);
+    if (!touches(seen.any, keys)) return;
+    used = hull(used, {block, block});
+    ++visited;
+    add(seen.all);
+  });
+  used = combine_lanes(used, [](const Interval& a, const Interval& b) { return hull(a, b); });
+  visited = combine_lanes(visited, [](int a, int b) { return a + b; });
+
+  // Which keys are live mostly follows from tiles whose rows all see the same of them. The rows of others are looked at
+  // only if it does not: one warp would take long for all rows that see the first keys.
+  const auto share_live = [&] {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kLiveWords; ++i) {
+      live[i] = combine_lanes(live[i], [](uint32_t a, uint32_t b) { return a | b; });
+      all &= live[i] == bits_of(keys, first_key + 32 * i);
     }
+    return all;
+  };
+  if (!share_live()) {
+    for_each_tile([&](int head, int block) {
+      bool differ = false;
+      if (block >= 0) {
+        const TileSeen seen = seen_by_tile(head, block);
+        differ = touches(seen.any, keys) && !seen.all.covers(intersection(seen.any, keys));
+      }
+      const int first = __shfl_sync(~0u, block, 0);
+      for (uint32_t todo = __ballot_sync(~0u, differ); todo != 0; todo &= todo - 1) {
+        const Interval* rows = scratch.seen + rows_of(head) + int64_t{first + __ffs(todo) - 1} * tile_rows;
+        for (int row = lane_id(); row < tile_rows; row += 32) add(rows[row]);
+      }
+    });
+    share_live();
   }
+
   KeyUse& use = scratch.key_uses[index];
 #pragma unroll
   for (int i = 0; i < kLiveWords; ++i) {
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) live[i] |= __shfl_xor_sync(~0u, live[i], lanes);
     if (lane_id() == i) use.live[i] = live[i];
   }
-  if (lane_id() == 0) use.first_m = used.first, use.last_m = used.last;
+  // As many in each query head of a key head where these share their ranges.
+  const int steps = visited * (problem.heads / problem.heads_k / query_heads);
+  if (lane_id() == 0) use.first_m = used.first, use.last_m = used.last, use.steps = steps;
 }
 
 }  // namespace

@@ -37,10 +37,15 @@ __device__ inline int4 seen_by_two(const Interval* rows) { return *reinterpret_c
 
 // The index of an n_block among BwdScratch::key_uses.
 __device__ inline int64_t key_use_index(const Problem& p, const NBlock& n_block, int block_keys) {
-  const int per_head = n_blocks_per_head(p, block_keys), heads = ranged_key_heads(p),
-            head = heads == 1 ? 0 : n_block.head_k;
-  if (p.cu_seqlens_k == nullptr) return (int64_t{n_block.entry} * heads + head) * per_head + n_block.index;
-  return int64_t{head} * per_head + __ldg(p.cu_seqlens_k + n_block.entry) / block_keys + n_block.entry + n_block.index;
+  const bool shared = p.ranges.heads == 0;
+  return n_block_index(p, {n_block.entry, shared ? 0 : n_block.head_k, n_block.index}, block_keys, ranged_key_heads(p));
+}
+
+// The sums of the splits of an n_block. Without a work list, all n_blocks have as many.
+__device__ inline SplitSums sums_of(const Problem& p, const BwdCommonPlan& plan, const NBlock& n_block) {
+  const int64_t index = n_block_index(p, n_block, plan.block_keys);
+  if (plan.scratch.work_tiles != nullptr) return plan.scratch.split_sums[index];
+  return {static_cast<int>(index) * plan.splits, plan.splits};
 }
 
 }  // namespace flash::flash_attn

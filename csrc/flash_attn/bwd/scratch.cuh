@@ -43,14 +43,12 @@ __host__ __device__ inline int64_t num_key_heads(const Problem& p) {
   return int64_t{p.heads_k} * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
 }
 
-// fp32 sums of dK and dV: (dK or dV, splits of an n_block, keys of all heads and entries, kHeadDim channels).
+// fp32 sums of dK and dV: (splits of n_blocks that have several, dK or dV, keys of an n_block, kHeadDim channels).
 template <int kHeadDim>
 struct KeySums {
-  static __device__ float* address(const BwdCommonPlan& plan, const Problem& p, bool of_values, int split,
-                                   const Span& k, int head, int key) {
-    const int64_t index = (k.batch * p.heads_k + head) * p.seqlen_k + k.first + key;
-    const int64_t all = num_key_heads(p) * p.seqlen_k, outer = (of_values ? plan.splits : 0) + split;
-    return plan.scratch.key_sums + (outer * all + index) * kHeadDim;
+  // Of a key, which counts from the first one of its n_block.
+  static __device__ float* address(const BwdCommonPlan& plan, int64_t index, bool of_values, int key) {
+    return plan.scratch.key_sums + ((2 * index + of_values) * plan.block_keys + key) * kHeadDim;
   }
 };
 

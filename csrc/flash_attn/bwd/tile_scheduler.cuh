@@ -27,6 +27,17 @@ __host__ __device__ inline int n_blocks_per_head(const Problem& p, int block_key
   return p.cu_seqlens_k ? p.seqlen_k / block_keys + p.batch : blocks_for(p.seqlen_k, block_keys);
 }
 
+// The index of an n_block among those of all entries, with `heads` key heads each.
+__device__ inline int64_t n_block_index(const Problem& p, const NBlock& n_block, int block_keys, int heads) {
+  const int per_head = n_blocks_per_head(p, block_keys);
+  if (p.cu_seqlens_k == nullptr) return (int64_t{n_block.entry} * heads + n_block.head_k) * per_head + n_block.index;
+  const int first = __ldg(p.cu_seqlens_k + n_block.entry) / block_keys + n_block.entry;
+  return int64_t{n_block.head_k} * per_head + first + n_block.index;
+}
+__device__ inline int64_t n_block_index(const Problem& p, const NBlock& n_block, int block_keys) {
+  return n_block_index(p, n_block, block_keys, p.heads_k);
+}
+
 // Whose n_blocks are interleaved, so that those that run at the same time read the same rows from the L2 cache. It is a
 // constant because entries cost one per cent of the time where they are not interleaved.
 enum class Swizzle {

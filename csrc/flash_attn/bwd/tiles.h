@@ -46,4 +46,7 @@ constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
               : BwdSm90Tile{64, 128, WarpgroupSchedule::kCooperative};
 }
 
+// The keys of an n_block of the kernels for sm_90, of a cluster in bwd_sm90_wide.
+constexpr int bwd_sm90_keys(int head_dim) { return head_dim > 256 ? 64 : 128; }
+
 }  // namespace flash::flash_attn

@@ -210,7 +210,7 @@ struct BwdConsumer {
   // if the n_block is split, the sum as it is to key_sums.
   template <typename Sum>
   __device__ void store_sum(Sum& sum, bool of_values, int channel = 0) const {
-    if (NBlockWork<Config>::kMayBeSplit && p.plan.splits > 1) return store_split(sum, of_values, channel);
+    if (NBlockWork<Config>::kMayBeSplit && work.key_sums >= 0) return store_split(sum, of_values, channel);
     const Problem& problem = p.problem;
     const TensorRef<>& x = of_values ? p.dv : p.dk;
     const float factor = of_values ? problem.dropout_rescale : problem.softmax_scale, factors[] = {factor, factor};
@@ -228,9 +228,8 @@ struct BwdConsumer {
   // Stores a sum, in fp32 and not scaled, to the split's place in key_sums.
   template <typename Sum>
   __device__ void store_split(const Sum& sum, bool of_values, int channel) const {
-    const int first = work.keys.first + key0 + sum.row(0);
-    float* row = KeySums<Config::kHeadDim>::address(p.plan, p.problem, of_values, work.split, work.seq.k,
-                                                    work.n_block.head_k, first);
+    const int first = work.keys.first + key0 + sum.row(0), in_block = first - work.cluster_keys.first;
+    float* row = KeySums<Config::kHeadDim>::address(p.plan, work.key_sums, of_values, in_block);
 #pragma unroll
     for (int r = 0; r < sum.kLaneRows; ++r) {
       if (first + 8 * r >= work.seq.k.length) return;

@@ -86,7 +86,8 @@ struct Loader {
   }
 
   __device__ void run() {
-    for (int index = take(); index < p.num_work_tiles; index = take()) {
+    const int end = NBlockWork<Config>::num_work_tiles(p);
+    for (int index = take(); index < end; index = take()) {
       const NBlockWork<Config> work(p, index);
       if (!work.exists()) continue;
       tell(index);

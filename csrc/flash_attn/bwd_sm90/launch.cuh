@@ -9,8 +9,10 @@
 #include "common/dispatch.h"
 #include "common/launch.h"
 #include "common/tensor_map.h"
+#include "flash_attn/bwd/cost_model.h"
 #include "flash_attn/bwd/plan.h"
 #include "flash_attn/bwd/tile_scheduler.cuh"
+#include "flash_attn/bwd/tiles.h"
 #include "flash_attn/bwd_sm90/work.cuh"
 #include "flash_attn/params.h"
 #include "tile/shared.cuh"
@@ -37,7 +39,10 @@ BwdSm90Launch launch_params(const BwdSm90Params& p) {
   launch.dout_map = map_rows(p.dout, kHeadDimV, problem.head_dim_v);
   launch.k_map = map_keys(p.k, kHeadDim, problem.head_dim);
   launch.v_map = map_keys(p.v, kHeadDimV, problem.head_dim_v);
-  launch.num_work_tiles = num_n_blocks<Config::kClusterKeys>(problem) * p.plan.splits;  // few where there are splits
+  static_assert(Config::kClusterKeys == bwd_sm90_keys(Config::kHeadDim));
+  const int more = p.plan.scratch.work_tiles != nullptr ? kMostSplitsOfPlace * p.plan.places : 0;
+  launch.num_work_tiles =
+      num_n_blocks<Config::kClusterKeys>(problem) * p.plan.splits + more;  // few where there are splits
   return launch;
 }
 

@@ -29,7 +29,7 @@ struct BwdSm90Launch : BwdSm90Params {
   CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one panel of a tile (tile/shared.cuh)
   CUtensorMap dq_accum_map, dq_map;           // only bwd_sm90: boxes of a half of dQ
   CUtensorMap bias_map;                       // only instances of kBiased
-  int num_work_tiles;                         // splits of all n_blocks
+  int num_work_tiles;                         // splits of all n_blocks; with a work list, no more than so many
 };
 
 // A ring of tiles of rows of kHeadDim channels, with a value for each row: Q with log2(e) lse, or dO with softmax_d.
@@ -123,7 +123,6 @@ template <typename Config>
 struct NBlockWork {
   static constexpr int kClusterKeys = Config::kClusterKeys;
   using Order = DqOrder<Config::kBlockM, kClusterKeys>;
-  int split;       // which split of the n_block this is, with Meeting::kSplitting
   NBlock n_block;  // of the cluster
   Sequence seq;
   Mask mask;
@@ -132,32 +131,54 @@ struct NBlockWork {
   // From the first to the last that see some of cluster_keys; with key ranges, some between may not.
   Interval m_blocks;
   int first_head, num_heads;
+  int key_sums;  // with Meeting::kSplitting: which of BwdScratch::key_sums; negative if the n_block is not split
 
   static constexpr bool kMayBeSplit = Config::kMeeting == Meeting::kSplitting;
+  static constexpr bool kMayBeListed = kMayBeSplit && Config::kRanges != RangeSource::kNone;
 
   // index: counts the splits of all n_blocks, those of one n_block in a row. cta_rank: which kBlockN of the cluster's
   // keys are those of the thread block.
   __device__ NBlockWork(const BwdSm90Params& p, int index, int cta_rank = 0)
-      : split(kMayBeSplit ? index % p.plan.splits : 0),
-        n_block(
-            n_block_at<kClusterKeys, Config::kSwizzle>(p.problem, p.plan, kMayBeSplit ? index / p.plan.splits : index)),
+      : NBlockWork(p, work_tile(p, index), cta_rank) {}
+
+  __device__ NBlockWork(const BwdSm90Params& p, const BwdWorkTile& tile, int cta_rank)
+      : n_block(n_block_at<kClusterKeys, Config::kSwizzle>(p.problem, p.plan, tile.place)),
         seq(p.problem, n_block.entry),
         mask(p.problem, seq),
         keys(interval_of<Config::kBlockN>(n_block.index * (kClusterKeys / Config::kBlockN) + cta_rank)),
         cluster_keys(interval_of<kClusterKeys>(n_block.index)),
         m_blocks(blocks_of(mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}),
                            Config::kBlockM)),
-        num_heads(p.problem.heads / p.problem.heads_k) {
+        num_heads(p.problem.heads / p.problem.heads_k),
+        key_sums(-1) {
     first_head = n_block.head_k * num_heads;
     if (has_ranges<Config::kFeatures>(p.problem)) {
       const KeyUse& use = key_use(p);
       m_blocks = {use.first_m, use.last_m};
     }
     if constexpr (kMayBeSplit) {
-      num_heads /= p.plan.head_splits;
-      first_head += split % p.plan.head_splits * num_heads;
-      m_blocks = split_of(m_blocks, split / p.plan.head_splits, p.plan.m_splits);
+      const int of_heads = p.plan.head_splits;
+      num_heads /= of_heads;
+      first_head += tile.split % of_heads * num_heads;
+      m_blocks = split_of(m_blocks, tile.split / of_heads, tile.splits / of_heads);
+      if (tile.splits > 1) key_sums = sums_of(p.problem, p.plan, n_block).first + tile.split;
     }
+  }
+
+  // Whether the work tiles come from a work list.
+  __device__ static bool is_listed(const BwdSm90Params& p) {
+    return kMayBeListed && p.plan.scratch.work_tiles != nullptr;
+  }
+  __device__ static BwdWorkTile work_tile(const BwdSm90Params& p, int index) {
+    if (is_listed(p)) {
+      const int4 tile = __ldg(reinterpret_cast<const int4*>(p.plan.scratch.work_tiles) + index);
+      return {tile.x, tile.y, tile.z};
+    }
+    if constexpr (!kMayBeSplit) return {index, 0, 1};
+    return {index / p.plan.splits, index % p.plan.splits, p.plan.splits};
+  }
+  __device__ static int num_work_tiles(const BwdSm90Launch& p) {
+    return is_listed(p) ? __ldg(p.plan.scratch.next_work + 1) : p.num_work_tiles;
   }
 
   __device__ bool exists() const { return cluster_keys.first < seq.k.length; }

@@ -1,8 +1,10 @@
 // The step before attention over a cache. New key t of entry b, and its value, go to position n_b + t of the cache,
 // where n_b is the entry's length before. With rotary tables, keys and queries are rotated by the angles of their
 // positions (rotary embedding); query i is at position n_b + i or, if no mask tells the queries apart, at n_b. Rotated
-// queries go to a tensor of their own. At a position for which the tables have no row, nothing is rotated. Nothing is
-// appended to an entry of negative length. Where decode_sm80 appends by itself, this kernel is not launched.
+// queries go to a tensor of their own. In a cache of codes (e4m3), rotated keys are then divided by their descale, and
+// values by theirs, and rounded to nearest; what exceeds 448 becomes 448. At a position for which the tables have no
+// row, nothing is rotated. Nothing is appended to an entry of negative length. Where decode_sm80 appends by itself,
+// this kernel is not launched.
 //
 // A warp moves one head of one token, a lane pairs of channels. Rotation is computed in fp32.
 #pragma once
@@ -13,7 +15,9 @@
 #include "common/launch.h"
 #include "flash_attn/head_dims.h"
 #include "flash_attn/params.h"
+#include "flash_attn/scores/descale.cuh"
 #include "flash_attn/sequence.cuh"
+#include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "tile/any_vec.cuh"
 #include "tile/fragment.cuh"
@@ -42,11 +46,19 @@ __device__ inline int length_before(const AppendParams& p, int entry) {
   return min(length, kMaxSeqlen);
 }
 
+struct Unchanged {
+  template <typename T>
+  __device__ T operator()(T x) const {
+    return x;
+  }
+};
+
 // A warp copies `head_dim` <= kMostChannels channels of one head of one token, with strides from_step and to_step, and
-// rotates them if `rotates`. All loads are issued first, so that they do not wait for one another.
-template <int kMostChannels, typename T>
-__device__ void move_head(const AppendParams& p, int head_dim, const T* from, int64_t from_step, T* to, int64_t to_step,
-                          int position, bool rotates) {
+// rotates them if `rotates`; they are stored as `convert` makes them. All loads are issued first, so that they do not
+// wait for one another.
+template <int kMostChannels, typename T, typename To, typename Convert = Unchanged>
+__device__ void move_head(const AppendParams& p, int head_dim, const T* from, int64_t from_step, To* to,
+                          int64_t to_step, int position, bool rotates, Convert&& convert = {}) {
   constexpr int kPairs = (kMostChannels + 63) / 64;
   const int half = p.rotary_dim / 2;
   T xs[kPairs], ys[kPairs];
@@ -73,8 +85,8 @@ __device__ void move_head(const AppendParams& p, int head_dim, const T* from, in
       rotate(x, y, angle_cos[0], angle_sin[0]);
       xs[n] = x, ys[n] = y;
     }
-    if (channels.x < head_dim) to[channels.x * to_step] = xs[n];
-    if (channels.y < head_dim) to[channels.y * to_step] = ys[n];
+    if (channels.x < head_dim) to[channels.x * to_step] = convert(xs[n]);
+    if (channels.y < head_dim) to[channels.y * to_step] = convert(ys[n]);
   }
 }
 
@@ -91,16 +103,31 @@ __device__ T* cache_row(const AppendParams& p, const TensorRef<>& cache, int ent
   return data + page * cache.batch + int64_t{p.pages.page_size.remainder(position, index)} * cache.seqlen;
 }
 
-template <typename T, int kMostChannels>
-__device__ void append_token(const AppendParams& p, int entry, int64_t batch, int token, int position, int head) {
-  T* key = cache_row<T>(p, p.k_cache, entry, batch, position, head);
-  T* value = cache_row<T>(p, p.v_cache, entry, batch, position, head);
+// of_key, of_value: how channels are stored.
+template <typename T, int kMostChannels, typename Cached, typename OfKey, typename OfValue>
+__device__ void append_token_as(const AppendParams& p, int entry, int64_t batch, int token, int position, int head,
+                                OfKey&& of_key, OfValue&& of_value) {
+  Cached* key = cache_row<Cached>(p, p.k_cache, entry, batch, position, head);
+  Cached* value = cache_row<Cached>(p, p.v_cache, entry, batch, position, head);
   if (key == nullptr) return;
   const Span span{entry, token, 1};
   move_head<kMostChannels>(p, p.problem.head_dim, first_token<T>(p.k, span, head), p.k.head_dim, key,
-                           p.k_cache.head_dim, position, has_table_row(p, position));
+                           p.k_cache.head_dim, position, has_table_row(p, position), of_key);
   move_head<kMostChannels>(p, p.problem.head_dim_v, first_token<T>(p.v, span, head), p.v.head_dim, value,
-                           p.v_cache.head_dim, position, false);
+                           p.v_cache.head_dim, position, false, of_value);
+}
+
+template <typename T, int kMostChannels>
+__device__ void append_token(const AppendParams& p, int entry, int64_t batch, int token, int position, int head) {
+  const auto append_as = [&]<typename Cached>(Cached, auto&& of_key, auto&& of_value) {
+    append_token_as<T, kMostChannels, Cached>(p, entry, batch, token, position, head, of_key, of_value);
+  };
+  if (!p.coded) return append_as(T{}, Unchanged(), Unchanged());
+  const auto code_of = [](float descale) {
+    return [descale](T x) { return ptx::narrow_e4m3(static_cast<float>(x) / descale); };
+  };
+  append_as(uint8_t{}, code_of(descale_of(p.problem.k_descale, p.problem, entry, head)),
+            code_of(descale_of(p.problem.v_descale, p.problem, entry, head)));
 }
 
 template <typename T, int kMostChannels>

@@ -114,7 +114,12 @@ struct OnlyReading {
 
   __device__ OnlyReading(const DecodeParams& p, const FwdWork<Config>& work, void*) : p(p), work(work) {}
   __device__ void prepare() const {}
-  __device__ auto queries() const { return load_query_fragment<Config>(p, work); }
+  __device__ auto queries() const {
+    if constexpr (Config::kCoded)
+      return load_permuted_query_fragment<Config>(p, work);
+    else
+      return load_query_fragment<Config>(p, work);
+  }
   __device__ void write(DecodeStage<Config>&, int) const {}
 };
 

@@ -11,6 +11,10 @@
 // Beyond 256 channels, a team of two warps has the same n_blocks: each warp has half of the channels and is a
 // pipeline as above, except that the two exchange partial sums of S and so wait for each other.
 //
+// A cache of codes in 8 bits (DecodeKind::kCoded) is half as many bytes to copy. Codes are converted to fp16 on the way
+// from shared memory to the registers of a product: 80 instructions for 16 keys of 128 channels beside some 200, of
+// which ldmatrix needs 8 less. Sums, splits and n_blocks are those of the same call in fp16, and so are the bits.
+//
 // Where the cache is small, most of the time passes before the first copy, after the last product, and in fetching
 // instructions. So the code is kept short.
 #pragma once
@@ -29,6 +33,7 @@
 #include "flash_attn/scores/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/sync.cuh"
+#include "tile/codes.cuh"
 #include "tile/gemm.cuh"
 #include "tile/shared.cuh"
 
@@ -63,6 +68,22 @@ __device__ void add_scores_of_team(Scores<Config>& s, DecodeRing<Config>* rings,
   }
 }
 
+// K and V of a stage as right operands.
+template <typename Config, typename Tile>
+__device__ auto key_operand(const Tile& tile) {
+  if constexpr (Config::kCoded)
+    return codes_along_cols(tile);
+  else
+    return along_cols(tile);
+}
+template <typename Config, typename Tile>
+__device__ auto value_operand(const Tile& tile) {
+  if constexpr (Config::kCoded)
+    return codes_along_rows(tile);
+  else
+    return along_rows(tile);
+}
+
 // A warp's loop over its n_blocks. Afterwards o and softmax are its result.
 template <typename Config>
 __device__ void mainloop(const typename Config::Params& p, const FwdWork<Config>& work, DecodeRing<Config>* rings,
@@ -84,13 +105,13 @@ __device__ void mainloop(const typename Config::Params& p, const FwdWork<Config>
     append.write(ring.stages[stage], n_block);
     Scores<Config> s;
     s.fill(0);
-    gemm<Config::kChannels>(s, q, along_cols(ring.stages[stage].k));
+    gemm<Config::kChannels>(s, q, key_operand<Config>(ring.stages[stage].k));
     add_scores_of_team(s, rings, stage, own);
     make_scores<Config>(s, bias, p, work, /*warp_row=*/0, n_block, !unmasked.covers(n_block));
     float shrink[s.kLaneRows];
     softmax.update(s, shrink);
     if (__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) o.scale_rows(shrink);
-    gemm<Config::kKeys>(o, pack<T>(s), along_rows(ring.stages[stage].v));
+    gemm<Config::kKeys>(o, pack<T>(s), value_operand<Config>(ring.stages[stage].v));
     __syncwarp();
     loader.load(ring.stages[stage]);
     stage = stage == Config::kStages - 1 ? 0 : stage + 1;
@@ -115,7 +136,7 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps,
   auto* rings = &shared_memory<DecodeRing<Config>>();
   Output<Config> o;
   o.fill(0);
-  Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
+  Softmax<Config> softmax = softmax_of<Config>(p.problem, work.tile);
   if (!work.n_blocks.empty()) mainloop<Config>(p, work, rings, o, softmax);
 
   // Epilogue: the results of the warps are merged and, if there are several splits, those of the splits.
@@ -158,11 +179,22 @@ template <typename T, int kHeadDim, Features kFeatures>
 void run_decode(const DecodeParams& p, cudaStream_t stream) {
   if constexpr (kFeatures == Features::kPlain) {
     if (p.plan.append != nullptr) {
-      return launch_decode<DecodeConfig<T, kHeadDim, kFeatures, false, true>>({p, *p.plan.append}, stream);
+      using Config = DecodeConfig<T, kHeadDim, kFeatures, false, DecodeKind::kAppending>;
+      return launch_decode<Config>({p, *p.plan.append}, stream);
     }
     if (p.pages.block_table == nullptr) return launch_decode<DecodeConfig<T, kHeadDim, kFeatures, false>>(p, stream);
   }
   launch_decode<DecodeConfig<T, kHeadDim, kFeatures, true>>(p, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures>
+void run_decode_coded(const DecodeParams& p, cudaStream_t stream) {
+  if constexpr (kFeatures == Features::kPlain) {
+    if (p.pages.block_table == nullptr) {
+      return launch_decode<DecodeConfig<T, kHeadDim, kFeatures, false, DecodeKind::kCoded>>(p, stream);
+    }
+  }
+  launch_decode<DecodeConfig<T, kHeadDim, kFeatures, true, DecodeKind::kCoded>>(p, stream);
 }
 
 }  // namespace flash::flash_attn

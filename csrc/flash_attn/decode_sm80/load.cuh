@@ -8,6 +8,7 @@
 #include "flash_attn/rows.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
+#include "tile/codes.cuh"
 #include "tile/load.cuh"
 
 namespace flash::flash_attn {
@@ -39,6 +40,32 @@ __device__ auto load_query_fragment(const DecodeParams& p, const FwdWork<Config>
   return q;
 }
 
+// The same where K is codes: in fp16, with columns in the order of tile/codes.cuh. All rows are aligned.
+template <typename Config>
+__device__ auto load_permuted_query_fragment(const DecodeParams& p, const FwdWork<Config>& work) {
+  using T = typename Config::T;
+  PackedFragment<T, Config::kRows, Config::kChannels> q;
+  auto rows = packed_rows<T>(p.q, work);
+  const TeamMember<Config> own;
+  const bool is_bf16 = p.out_dtype == DType::kBFloat16;
+#pragma unroll
+  for (int r = 0; r < Config::kRows / 8; ++r) {
+    if (8 * r >= work.rows.count) break;
+    rows.row = min(Output<Config>::row(r), work.rows.count - 1);
+    const auto* row = reinterpret_cast<const uint2*>(rows.address() + own.channel + own_column());
+#pragma unroll
+    for (int step = 0; step < Config::kChannels / 16; ++step) {
+      uint2 words = own.channel + 16 * step < p.problem.head_dim ? __ldg(row + 4 * step) : uint2{};
+      if (is_bf16) {
+        const float2 low = ptx::unpack<__nv_bfloat16>(words.x), high = ptx::unpack<__nv_bfloat16>(words.y);
+        words = {ptx::pack<T>(low.x, low.y), ptx::pack<T>(high.x, high.y)};
+      }
+      q.pair(r, 2 * step) = words.x, q.pair(r, 2 * step + 1) = words.y;
+    }
+  }
+  return q;
+}
+
 // Starts the copies of a warp's n_blocks, one after the other. The pages of an n_block's rows are looked up one n_block
 // ahead, so that no copy waits for the block table.
 template <typename Config>
@@ -57,19 +84,19 @@ struct KeyLoader {
         last(work.n_blocks.last),
         step(own.num_teams),
         channel(own.channel),
-        keys(key_rows<Config, Tile>(p, p.k, work, first)),
-        values(key_rows<Config, Tile>(p, p.v, work, first)) {
-    keys.data += own.channel * p.k.head_dim;
-    values.data += own.channel * p.v.head_dim;
+        keys(key_rows<Config, Tile>(p, in_units<Config>(p.k), work, first)),
+        values(key_rows<Config, Tile>(p, in_units<Config>(p.v), work, first)) {
+    keys.data += own.channel / Config::kUnit * p.k.head_dim;
+    values.data += own.channel / Config::kUnit * p.v.head_dim;
     look_up();
   }
 
   // Starts to copy the next n_block, if there is one, to a stage.
   __device__ void load(DecodeStage<Config>& stage) {
     if (n_block <= last) {
-      if (Config::kPlain || p.aligned) {
-        copy(stage.k, keys, p.problem.head_dim - channel);
-        copy(stage.v, values, head_dim_v<Config::kPlain>(p.problem) - channel);
+      if (Config::kPlain || Config::kCoded || p.aligned) {
+        copy(stage.k, keys, (p.problem.head_dim - channel) / Config::kUnit);
+        copy(stage.v, values, (head_dim_v<Config::kPlain>(p.problem) - channel) / Config::kUnit);
       } else {
         load_own_rows_scattered<32>(stage.k, keys, p.problem.head_dim - channel, p.k.head_dim);
         load_own_rows_scattered<32>(stage.v, values, p.problem.head_dim_v - channel, p.v.head_dim);

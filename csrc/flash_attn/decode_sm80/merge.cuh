@@ -11,9 +11,11 @@
 #include "flash_attn/fwd/schedule.cuh"
 #include "flash_attn/fwd/steps.cuh"
 #include "flash_attn/rows.cuh"
+#include "flash_attn/scores/descale.cuh"
 #include "flash_attn/scores/softmax.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
+#include "tile/codes.cuh"
 #include "tile/vec.cuh"
 
 namespace flash::flash_attn {
@@ -74,9 +76,15 @@ __device__ void store_in_ring(DecodeRing<Config>& ring, const Output<Config>& o,
   for (int r = 0; r < o.kLaneRows; ++r) {
     if (8 * r >= num_rows) break;
     if (lane_id() % 4 == 0) ring.result.states[o.row(r)] = {softmax.max[r], softmax.sum[r]};
+    float* out = ring.result.out[o.row(r)];
 #pragma unroll
-    for (int c = 0; c < o.kLaneCols; c += 2) {
-      *reinterpret_cast<float2*>(&ring.result.out[o.row(r)][o.col(c)]) = {o(r, c), o(r, c + 1)};
+    for (int c = 0; c < o.kLaneCols; c += 2 * Config::kUnit) {
+      if constexpr (Config::kCoded) {  // the order of columns in tile/codes.cuh
+        const float4 columns = {o(r, c), o(r, c + 2), o(r, c + 1), o(r, c + 3)};
+        *reinterpret_cast<float4*>(out + 4 * c + own_column()) = columns;
+      } else {
+        *reinterpret_cast<float2*>(out + o.col(c)) = {o(r, c), o(r, c + 1)};
+      }
     }
   }
 }
@@ -121,18 +129,20 @@ __device__ void for_each_quad(const TileRows& rows, Fn&& fn) {
   for (int i = threadIdx.x; i < rows.count * kQuads; i += blockDim.x) fn(i / kQuads, i % kQuads * 4);
 }
 
-// Stores four channels of a row, from `col` on, to a tensor shaped like out.
-template <typename Config>
+// Stores four channels of a row, from `col` on, packed by `pack`, to a tensor shaped like out.
+template <typename Config, typename Pack>
 __device__ void store_to(const TensorRef<>& x, const DecodeParams& p, const FwdWork<Config>& work, int row, int col,
-                         const float (&values)[4]) {
+                         const float (&values)[4], const Pack& pack) {
   using T = typename Config::T;
   auto rows = packed_rows<T>(x, work);
   rows.row = row;
   T* target = rows.address();
+  Vec<T, 4> packed;
+  reinterpret_cast<uint2&>(packed) = {pack(values[0], values[1]), pack(values[2], values[3])};
   if (Config::kPlain || p.aligned) {
-    if (col < head_dim_v<Config::kPlain>(p.problem)) store(target + col, narrow<T>(values));
+    if (col < head_dim_v<Config::kPlain>(p.problem)) store(target + col, packed);
   } else {
-    for (int i = 0; i < min(4, p.problem.head_dim_v - col); ++i) target[(col + i) * x.head_dim] = values[i];
+    for (int i = 0; i < min(4, p.problem.head_dim_v - col); ++i) target[(col + i) * x.head_dim] = packed[i];
   }
 }
 
@@ -143,15 +153,15 @@ __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work,
                              const Quad& x) {
   using T = typename Config::T;
   const float sink = sink_of(p, work, row), sum = x.state.sum + exp_of_sink(sink, x.state.max, scale_log2);
-  const float factor = sum == 0 ? 0.f : ptx::reciprocal(sum);
+  const float factor = sum == 0 ? 0.f : output_scale_of<T>(p.problem, work.tile) * ptx::reciprocal(sum);
   float values[4] = {x.out.x * factor, x.out.y * factor, x.out.z * factor, x.out.w * factor};
-  store_to<Config>(p.out, p, work, row, col, values);
+  store_to<Config>(p.out, p, work, row, col, values, RoundedToOut<T>(p));
   if (p.out_lo.data != nullptr) {
     float rounded[4];
     widen(rounded, narrow<T>(values));
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[i] -= rounded[i];
-    store_to<Config>(p.out_lo, p, work, row, col, values);
+    store_to<Config>(p.out_lo, p, work, row, col, values, Rounded<T>());
   }
   if (col != 0) return;
   const LogSumExp lse = log_sum_exp(sink, x.state.max, sum, scale_log2);

@@ -17,11 +17,14 @@ struct AppendingDecodeParams : DecodeParams {
   AppendParams append;
 };
 
-template <typename T_, int kHeadDim_, Features kFeatures_, bool kPaged_, bool kAppends_ = false>
+// What a call does besides: append to the cache, or read it as codes in 8 bits.
+enum class DecodeKind { kOrdinary, kAppending, kCoded };
+
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kPaged_, DecodeKind kKind = DecodeKind::kOrdinary>
 struct DecodeConfig {
   using T = T_;
-  using Params = std::conditional_t<kAppends_, AppendingDecodeParams, DecodeParams>;
-  static constexpr bool kAppends = kAppends_;
+  using Params = std::conditional_t<kKind == DecodeKind::kAppending, AppendingDecodeParams, DecodeParams>;
+  static constexpr bool kAppends = kKind == DecodeKind::kAppending, kCoded = kKind == DecodeKind::kCoded;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
@@ -30,7 +33,9 @@ struct DecodeConfig {
   static constexpr int kThreads = 32;  // that load a tile together: a warp
   static constexpr int kTeamWarps = channel_slices(kHeadDim);
   static constexpr int kChannels = kHeadDim / kTeamWarps, kChannelsV = kChannels;  // of a warp
-  static constexpr int kStages = decode_stages(kChannels);
+  // Keys and values are moved in units of 16 bits: an element, or two codes. Of codes, twice as many n_blocks are in
+  // flight.
+  static constexpr int kUnit = kCoded ? 2 : 1, kStages = decode_stages(kChannels) * kUnit;
 };
 
 // A warp in its team. The warps of a team have the same keys, and each has channels of its own. Up to 256 channels, a
@@ -44,7 +49,7 @@ struct TeamMember {
 // An n_block in shared memory.
 template <typename Config>
 struct DecodeStage {
-  SharedTile<typename Config::T, Config::kKeys, Config::kChannels> k, v;
+  SharedTile<typename Config::T, Config::kKeys, Config::kChannels / Config::kUnit> k, v;
 };
 
 // The same with partial scores for the team's other warp. That warp reads them before it comes to the team's next
@@ -62,10 +67,11 @@ struct RowState {
 };
 
 // What each warp has in dynamic shared memory: its stages and, in the end, its O. The padding puts rows of O an odd
-// multiple of 8 banks apart, so that the four rows that a half-warp stores with 8-byte accesses do not conflict.
+// multiple of 8 banks apart, so that the four rows that a half-warp stores with 8-byte accesses do not conflict; with
+// codes 16 banks, for the two rows that a quarter stores with 16-byte accesses.
 template <typename Config>
 union DecodeRing {
-  static constexpr int kRowStride = Config::kChannels + 8;
+  static constexpr int kRowStride = Config::kChannels + 8 * Config::kUnit;
   RingStage<Config> stages[Config::kStages];
   struct {
     float out[Config::kRows][kRowStride];  // relative to the maxima in states

@@ -32,6 +32,15 @@ struct DecodeKernel {
   static HeadDims head_dims(const Problem& p) { return sm80_head_dims(p.head_dim, p.head_dim_v); }
 };
 
+// Instances of decode_sm80 for codes. Rows of 96 channels are 6 chunks of 16 bytes, which no tile in shared memory has:
+// they take the instance of 128.
+struct CodedDecodeKernel : DecodeKernel {
+  static HeadDims head_dims(const Problem& p) {
+    const HeadDims built = DecodeKernel::head_dims(p);
+    return built.of_keys == 96 ? HeadDims{128, 128} : built;
+  }
+};
+
 // Serving instances of fwd_sm90, of up to 256 channels. Dropout, biases and out_lo are for training, and not theirs.
 struct ServingKernel {
   static constexpr Features kInstances[] = {Features::kPlain, Features::kAll};
@@ -45,6 +54,9 @@ struct ServingKernel {
   }
   static HeadDims head_dims(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v); }
 };
+
+// Serving instances for codes, in tiles of 64 rows.
+struct CodedServingKernel : ServingKernel {};
 
 // Instances of fwd_sm90 for dense tensors that compute as those for serving do. They may have out_lo, but no pages.
 struct InvariantKernel : ServingKernel {};

@@ -11,9 +11,11 @@ namespace flash::flash_attn {
 
 struct FwdSm80Kernel;  // fwd/kernels.h says what they can do
 struct DecodeKernel;
+struct CodedDecodeKernel;
 struct FwdSm90Kernel;
 struct ServingKernel;
 struct InvariantKernel;
+struct CodedServingKernel;
 
 // How the query rows of all entries and heads are cut into tiles. A row is a pair of a token and one of `packed_heads`
 // query heads that share a key head. Each group of packed heads has `slots` slots, each for at most one tile: in each
@@ -59,6 +61,11 @@ struct DecodePlan {
   int warps;                             // of a thread block
   bool evict_keys;                       // whether keys and values are the first to be evicted from the L2 cache
   const AppendParams* append = nullptr;  // host pointer: what the kernel also appends to the cache; null if nothing
+};
+
+// The same over a cache of codes, which the kernel reads itself.
+struct CodedDecodePlan : DecodePlan {
+  using Kernel = CodedDecodeKernel;
 };
 
 // The order of the tiles of fwd_sm90 (swizzled_tile in fwd_sm90/scheduler.cuh).
@@ -114,10 +121,19 @@ struct ServingPlan {
   int box_rows = 0;    // of the boxes in which TMA copies K and V, a multiple of 8; 0: none, they are gathered
   FixedPieces pieces;  // if there are any, not `even`, and tiles are cut into these or not at all
   PieceSlots slots;
+  // With codes, tiles may have fewer rows than those of the same call in fp16. Keys are cut as there, for tiles of so
+  // many rows and so many slots, so that results have the same bits.
+  int cut_rows = 0, cut_slots = 0;
   int* taken = nullptr;  // (1), as in FwdSm90Plan
 };
 
-using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan, InvariantPlan>;
+// The same over a cache of codes, which the kernel reads itself.
+struct CodedServingPlan : ServingPlan {
+  using Kernel = CodedServingKernel;
+};
+
+using FwdPlan =
+    std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan, ServingPlan, InvariantPlan, CodedDecodePlan, CodedServingPlan>;
 
 // The parameters of a kernel: the problem and the plan of this kernel.
 template <typename Plan>

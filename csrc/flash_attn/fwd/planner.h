@@ -116,7 +116,8 @@ inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partial
     invariant->pieces.totals = partials, invariant->taken = counters;
     return;
   }
-  if (auto* serving = std::get_if<ServingPlan>(&plan)) {
+  auto* coded_serving = std::get_if<CodedServingPlan>(&plan);
+  if (auto* serving = coded_serving ? coded_serving : std::get_if<ServingPlan>(&plan)) {
     PieceSlots& slots = serving->slots;
     serving->pieces.totals = partials;
     slots.out = partials + scratch.totals, slots.softmax = slots.out + scratch.out;
@@ -124,7 +125,8 @@ inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partial
     serving->taken = counters, slots.used = counters + 1;
     return;
   }
-  auto* decoding = std::get_if<DecodePlan>(&plan);
+  auto* coded = std::get_if<CodedDecodePlan>(&plan);
+  auto* decoding = coded ? coded : std::get_if<DecodePlan>(&plan);
   KeySplits& splits = decoding ? decoding->splits : std::get<FwdSm80Plan>(plan).splits;
   splits.out = partials, splits.softmax = partials + scratch.out, splits.arrivals = counters;
 }
@@ -139,9 +141,11 @@ inline bool suits_decoding(const Problem& p, const FwdHints& hints) {
 
 // Whether keys and values, which are read once, should be the first to be evicted from the L2 cache. Then they do not
 // evict data that would have to be written back. Small key caches gain most by this, and large ones lose a little.
-inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
+inline bool should_evict_keys(const FwdParams& p, int64_t longest_k) {
   constexpr int64_t kPassingBytes = 256 << 20;
-  return int64_t{2} * p.batch * p.heads_k * (p.head_dim + p.head_dim_v) * longest_k <= kPassingBytes;
+  const Problem& problem = p.problem;
+  const int64_t channels = int64_t{problem.heads_k} * (problem.head_dim + problem.head_dim_v);
+  return (p.coded ? 1 : 2) * problem.batch * channels * longest_k <= kPassingBytes;
 }
 
 // A thread block has an SM to itself. Where there are fewer tiles than SMs, the keys are cut into just enough splits to
@@ -171,15 +175,19 @@ inline KeySplits split_decode(const Problem& p, const FwdHints& hints, const Til
 
 inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
   const Problem& problem = p.problem;
-  const int head_dim = sm80_head_dims(problem.head_dim, problem.head_dim_v).of_keys;
+  const HeadDims built =
+      p.coded && p.aligned ? CodedDecodeKernel::head_dims(problem) : DecodeKernel::head_dims(problem);
+  const int head_dim = built.of_keys;
   const int warps = decode_warps(head_dim, hints.shared_bytes);
   const int packed_heads = heads_to_pack(problem, hints.longest_q, kDecodeRows);
   const Tiling tiling = tiling_for(problem, packed_heads, kDecodeRows);
   // longest_q is the caller's word where entries are packed: a tile may have up to kDecodeRows rows all the same.
   const int rows = problem.cu_seqlens_q ? kDecodeRows : std::min(kDecodeRows, problem.seqlen_q * packed_heads);
   const KeySplits splits = split_decode(problem, hints, tiling, warps, rows);
-  return {DecodePlan{tiling, splits, warps, should_evict_keys(problem, hints.longest_k)},
-          scratch_of(tiling, splits, head_dim, /*lanes=*/1)};
+  const DecodePlan plan{tiling, splits, warps, should_evict_keys(p, hints.longest_k)};
+  const FwdScratch scratch = scratch_of(tiling, splits, head_dim, /*lanes=*/1);
+  if (p.coded && p.aligned) return {CodedDecodePlan{plan}, scratch};
+  return {plan, scratch};
 }
 
 // Whether the decode kernel can also append, which saves a launch. It does not find pages or packed queries then; no
@@ -310,6 +318,15 @@ inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, i
   return pieces.n_blocks > 0 ? int64_t{blocks} * rows * head_dim_v : 0;
 }
 
+// Whether instances for codes take a problem of serving. They have tiles of 64 rows, each of which is converted anew:
+// from about 256 rows an entry on, it is faster to convert all keys once, and to have tiles of 128 rows.
+inline bool suits_coded_serving(const Problem& p) {
+  constexpr int kMostRows = 256;
+  const HeadDims built = ServingKernel::head_dims(p);
+  const int64_t rows = int64_t{p.seqlen_q} * (p.heads / p.heads_k) / (p.cu_seqlens_q ? std::max(p.batch, 1) : 1);
+  return rows <= kMostRows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});
+}
+
 // Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.
 // With equal shares, a thread block has two pieces that are not whole tiles. Else a piece has at least 1/4 of a thread
 // block's n_blocks (choose_piece in work_list.cuh), and only tiles of more than 1.5 pieces are cut, into less than 1.5
@@ -337,7 +354,10 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const F
                    .pieces = pieces,
                    .slots = {}};
   int64_t slots = plan.even ? 2 * blocks : 6 * blocks;
-  const int slot_rows = problem.cu_seqlens_q ? tile_rows : std::min(tile_rows, problem.seqlen_q * packed_heads);
+  const auto rows_of_slot = [&](int rows) {
+    return problem.cu_seqlens_q ? rows : std::min(rows, problem.seqlen_q * packed_heads);
+  };
+  int slot_rows = rows_of_slot(tile_rows);
   if (hints.invariance > 0) {
     const int64_t most = 1 + ceil_div(hints.longest_k, int64_t{tile.keys} * std::max(1, pieces.n_blocks));
     plan.even = false, plan.num_splits = 0;
@@ -349,14 +369,22 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const F
     plan.num_splits = static_cast<int>(std::clamp<int64_t>(kMostSlots / tiles, 1, hints.num_splits));
     slots = plan.num_splits == 1 ? 0 : tiles * plan.num_splits;
   }
+  const bool coded = p.coded && suits_coded_serving(problem);
+  plan.cut_rows = tile_rows, plan.cut_slots = static_cast<int>(slots);
+  if (coded && !few_rows) {
+    plan.tiling = tiling_for(problem, packed_heads, 64);
+    plan.warpgroups = 1;
+    slots *= 2, slot_rows = rows_of_slot(64);
+  }
   plan.slots.count = static_cast<int>(slots), plan.slots.rows = slot_rows;
   const int64_t rows = slots * slot_rows, record_words = sizeof(PieceRecord) / sizeof(int);
-  return {plan,
-          {.out = rows * head_dim_v,
-           .softmax = 2 * rows,
-           .totals = size_of_totals(pieces, blocks, tile_rows, head_dim_v),
-           .records = slots * record_words,
-           .counters = 1 + slots}};
+  const FwdScratch scratch{.out = rows * head_dim_v,
+                           .softmax = 2 * rows,
+                           .totals = size_of_totals(pieces, blocks, tile_rows, head_dim_v),
+                           .records = slots * record_words,
+                           .counters = 1 + slots};
+  if (coded) return {CodedServingPlan{plan}, scratch};
+  return {plan, scratch};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -480,6 +508,19 @@ inline FwdChoice plan_fwd(const FwdParams& p, const FwdHints& hints) {
   if (suits_serving(p, hints)) return plan_serving(p, hints);
   if (suits_sm90(p, hints)) return plan_fwd_sm90(p, hints);
   return plan_fwd_sm80(p, hints);
+}
+
+// Whether the kernel that a call with codes would get reads these itself. For all others they are converted before, as
+// they are where rows are not in aligned chunks of 16 bytes.
+inline bool reads_codes(const FwdParams& p, const FwdHints& hints) {
+  if (!p.coded || !p.aligned) return false;
+  const FwdPlan plan = plan_fwd(p, hints).plan;
+  return std::holds_alternative<CodedDecodePlan>(plan) || std::holds_alternative<CodedServingPlan>(plan);
+}
+
+// Whether it also reads queries of another type, that of out, than it computes with.
+inline bool reads_queries(const FwdParams& p, const FwdHints& hints) {
+  return reads_codes(p, hints) && std::holds_alternative<CodedDecodePlan>(plan_fwd(p, hints).plan);
 }
 
 }  // namespace flash::flash_attn

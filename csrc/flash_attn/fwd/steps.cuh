@@ -10,6 +10,7 @@
 #include "flash_attn/fwd/schedule.cuh"
 #include "flash_attn/params.h"
 #include "flash_attn/scores/bias.cuh"
+#include "flash_attn/scores/descale.cuh"
 #include "flash_attn/scores/dropout.cuh"
 #include "flash_attn/scores/mask.cuh"
 #include "flash_attn/scores/score.cuh"
@@ -77,7 +78,7 @@ __device__ void make_scores(Scores<Config>& s, BlockBias<Config>& bias, const Fw
 #pragma unroll
   for (int r = 0; r < s.kLaneRows; ++r) tokens[r] = work.rows.token(warp_row + s.row(r));
   if constexpr (!Config::kPlain) {
-    scale_and_cap(s, p.problem);
+    scale_and_cap(s, p.problem, softmax_scale_of<typename Config::T>(p.problem, work.tile));
     if (p.problem.alibi_slopes != nullptr) {
       float slopes[s.kLaneRows];
       int own_keys[s.kLaneRows];
@@ -113,6 +114,13 @@ __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile
   }
 }
 
+// The softmax of a tile whose rows have seen no keys yet.
+template <typename Config>
+__device__ Softmax<Config> softmax_of(const Problem& p, const WorkTile& tile) {
+  const float scale = softmax_scale_of<typename Config::T>(p, tile);
+  return Softmax<Config>(score_scale_log2<Config::kFeatures>(scale));
+}
+
 // The score of the sink of a row, or -inf.
 template <typename Work>
 __device__ float sink_of(const FwdParams& p, const Work& work, int row) {
@@ -129,13 +137,14 @@ __device__ void add_sinks(Softmax<Config>& softmax, const FwdParams& p, const Wo
   }
 }
 
-// Divides O by the row sums, and rescales it for dropout. A row that sees no key gets 0.
+// Divides O by the row sums, and rescales it for dropout or codes. A row that sees no key gets 0.
 template <typename Config>
-__device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<Config>& softmax) {
+__device__ void normalize(Output<Config>& o, const FwdParams& p, const WorkTile& tile, const Softmax<Config>& softmax) {
+  const float scale = p.problem.dropout_rescale * output_scale_of<typename Config::T>(p.problem, tile);
   float factors[o.kLaneRows];
 #pragma unroll
   for (int r = 0; r < o.kLaneRows; ++r) {
-    factors[r] = softmax.sum[r] == 0 ? 0.f : p.problem.dropout_rescale * ptx::reciprocal(softmax.sum[r]);
+    factors[r] = softmax.sum[r] == 0 ? 0.f : scale * ptx::reciprocal(softmax.sum[r]);
   }
   o.scale_rows(factors);
 }

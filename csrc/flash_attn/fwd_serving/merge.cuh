@@ -17,6 +17,7 @@
 #include "flash_attn/fwd/plan.h"
 #include "flash_attn/fwd/schedule.cuh"
 #include "flash_attn/params.h"
+#include "flash_attn/scores/descale.cuh"
 #include "flash_attn/scores/softmax.cuh"
 #include "flash_attn/sequence.cuh"
 #include "ptx/sync.cuh"
@@ -31,13 +32,9 @@ __device__ inline int slot_of_piece(const PieceRecord& piece, int index) {
   return index == 0 ? piece.first_slot : piece.second_slot + (index - 1) * piece.stride;
 }
 
-struct MergeParams : ServingParams {
-  float scale_log2;  // exp(s) is exp2(scale_log2 * s)
-};
-
 // kCols: the channels of the instance.
-template <typename T, int kCols>
-__global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __grid_constant__ MergeParams p) {
+template <typename T, Features kFeatures, int kCols>
+__global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __grid_constant__ ServingParams p) {
   constexpr int kVectors = (kCols + 127) / 128;  // of four channels, for each lane
   constexpr int kTogether = 8;                   // pieces whose sums are loaded at a time
   ptx::wait_for_dependency();
@@ -51,6 +48,8 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __
   const WorkTile tile{piece.entry, piece.head, piece.key_head, piece.row0, 0, 0};
   const Span q = query_span(p.problem, tile.entry);
   const TileRows rows(p.plan.tiling, q, tile, tile_rows);
+  const float scale_log2 = score_scale_log2<kFeatures>(softmax_scale_of<T>(p.problem, tile));
+  const RoundedToOut<T> pack(p);
   const int first = rows.count * piece.index / piece.count, end = rows.count * (piece.index + 1) / piece.count;
   const auto softmax_of = [&](int index, int row) {
     const int64_t slot = slot_of_piece(piece, index);
@@ -78,7 +77,7 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __
         }
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          const Fold fold({max, sum}, own[i], p.scale_log2);
+          const Fold fold({max, sum}, own[i], scale_log2);
           max = fold.max, sum = fold(sum, own[i].sum);
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
@@ -90,27 +89,26 @@ __global__ __launch_bounds__(32 * kMergeWarps) void merge_pieces_kernel(const __
     }
     const int head = tile.head + rows.head(row), token = rows.token(row);
     const float sink = sink_of(p.problem, tile.entry, head);
-    sum += exp_of_sink(sink, max, p.scale_log2);
-    const float factor = sum == 0 ? 0.f : ptx::reciprocal(sum);
+    sum += exp_of_sink(sink, max, scale_log2);
+    const float factor = sum == 0 ? 0.f : output_scale_of<T>(p.problem, tile) * ptx::reciprocal(sum);
     T* target = first_token<T>(p.out, q, head) + token * p.out.seqlen;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int col = 128 * v + 4 * lane_id();
       if (col >= p.problem.head_dim_v) continue;
-      const uint2 words = {ptx::pack<T>(out[v][0] * factor, out[v][1] * factor),
-                           ptx::pack<T>(out[v][2] * factor, out[v][3] * factor)};
+      const uint2 words = {pack(out[v][0] * factor, out[v][1] * factor), pack(out[v][2] * factor, out[v][3] * factor)};
       *reinterpret_cast<uint2*>(target + col) = words;
     }
     if (lane_id() == 0 && p.softmax_lse != nullptr) {
-      row_values(p.softmax_lse, p.problem, q, head)[token] = log_sum_exp(sink, max, sum, p.scale_log2).lse;
+      row_values(p.softmax_lse, p.problem, q, head)[token] = log_sum_exp(sink, max, sum, scale_log2).lse;
     }
   }
 }
 
-template <typename T, int kCols>
-void merge_pieces(const MergeParams& p, cudaStream_t stream) {
+template <typename T, Features kFeatures, int kCols>
+void merge_pieces(const ServingParams& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(p.plan.slots.count), .block = dim3(32 * kMergeWarps), .early = true};
-  launch<merge_pieces_kernel<T, kCols>>(shape, p, stream);
+  launch<merge_pieces_kernel<T, kFeatures, kCols>>(shape, p, stream);
 }
 
 }  // namespace flash::flash_attn

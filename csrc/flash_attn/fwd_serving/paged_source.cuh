@@ -99,7 +99,7 @@ struct PagedSource {
   const int warp;  // of the producer: 0 and 1 copy K, 2 and 3 V and Q
   const int half;  // which half of each tile
   RingCursor<Config::kQueryStages> q_at;
-  RingCursor<Config::kStages> at;  // in the ring of K or V
+  RingCursor<Config::kSourceStages> at;  // in the ring of K or V
 
   __device__ PagedSource(const ServingLaunch& launch, Shared& shared)
       : launch(launch), p(launch.params), shared(shared), warp(warp_id() % kWarps), half(warp % 2) {}
@@ -109,13 +109,14 @@ struct PagedSource {
 
   // Starts the copies of the warp's part of a piece.
   __device__ void load(const ServingWork<Config>& work) {
+    auto& to = shared.source();
     if (warp < 2) {
-      load_keys(Keys(p, work, p.k), launch.k, launch.k_strides, p.problem.head_dim, work.n_blocks, shared.k,
-                shared.k_ring);
+      load_keys(Keys(p, work, in_units<Config>(p.k)), launch.k, launch.k_strides, p.problem.head_dim / Config::kUnit,
+                work.n_blocks, to.k, to.k_ring);
     } else {
       load_q(work);
-      load_keys(Keys(p, work, p.v), launch.v, launch.v_strides, p.problem.head_dim_v, work.n_blocks, shared.v,
-                shared.v_ring);
+      load_keys(Keys(p, work, in_units<Config>(p.v)), launch.v, launch.v_strides, p.problem.head_dim_v / Config::kUnit,
+                work.n_blocks, to.v, to.v_ring);
     }
   }
   template <typename TakeNext>

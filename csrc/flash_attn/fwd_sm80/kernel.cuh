@@ -26,6 +26,7 @@
 #include "flash_attn/instances.h"
 #include "flash_attn/params.h"
 #include "flash_attn/rows.cuh"
+#include "flash_attn/scores/descale.cuh"
 #include "flash_attn/scores/partial_scores.cuh"
 #include "flash_attn/scores/softmax.cuh"
 #include "ptx/barrier.cuh"
@@ -160,13 +161,14 @@ struct Mainloop {
   }
 };
 
-// Stores O, by way of the memory of Q, to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
+// Stores O, packed by `pack`, by way of the memory of Q, to a tensor shaped like out.
 template <typename Config, typename Pack>
 __device__ void store_to(const TensorRef<>& x, FwdShared<Config>& shared, const FwdSm80Params& p,
-                         const FwdWork<Config>& work, const WarpTile<Config>& warp, const Output<Config>& o) {
+                         const FwdWork<Config>& work, const WarpTile<Config>& warp, const Output<Config>& o,
+                         const Pack& pack) {
   auto& tile = columns_of<Config::kChannels>(shared.q, warp.slice);
   const int cols = head_dim_v<Config::kPlain>(p.problem) - warp.channel;
-  store_fragment(tile, o, warp.row, 0, Pack());
+  store_fragment(tile, o, warp.row, 0, pack);
   __syncwarp();
   if (Config::kPlain || p.aligned) {
     with_query_rows<typename Config::T>(p.plan.tiling, x, work, [&](auto rows) {
@@ -184,12 +186,12 @@ template <typename Config>
 __device__ void store_out(FwdShared<Config>& shared, const FwdSm80Params& p, const FwdWork<Config>& work,
                           const WarpTile<Config>& warp, Output<Config>& o, const Softmax<Config>& softmax) {
   using T = typename Config::T;
-  normalize<Config>(o, p, softmax);
+  normalize<Config>(o, p, work.tile, softmax);
   if (p.out_lo.data != nullptr) {
-    store_to<Config, Residue<T>>(p.out_lo, shared, p, work, warp, o);
+    store_to<Config>(p.out_lo, shared, p, work, warp, o, Residue<T>());
     __syncwarp();  // all lanes have read the rows that store_to overwrites next
   }
-  store_to<Config, Rounded<T>>(p.out, shared, p, work, warp, o);
+  store_to<Config>(p.out, shared, p, work, warp, o, RoundedToOut<T>(p));
 }
 
 template <typename Config>
@@ -206,7 +208,7 @@ __global__ __launch_bounds__(Config::kBlockThreads) void fwd_kernel(const __grid
   const WarpTile<Config> warp;
   Output<Config> o;
   o.fill(0);
-  Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
+  Softmax<Config> softmax = softmax_of<Config>(p.problem, work.tile);
   Mainloop<Config>(p, shared, warp, o, softmax).run();
   if (work.num_splits() > 1 && !merge_splits<Config::kBlockThreads>(p.plan.splits, work, warp.row, o, softmax)) return;
   add_sinks<Config>(softmax, p, work, warp.row);

@@ -11,6 +11,7 @@
 #include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/scores/bias_tile.cuh"
+#include "flash_attn/scores/descale.cuh"
 #include "flash_attn/scores/dropped_bits.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -194,8 +195,8 @@ struct Consumer {
       return {};
     }
   }
-  __device__ void add_bias(Scores<Config>& s, const BesideKeys& bias) const {
-    if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
+  __device__ void add_bias(Scores<Config>& s, const BesideKeys& bias, const Work& work) const {
+    if constexpr (Config::kBiased) scale_and_add(s, softmax_scale_of<T>(p.problem, work.tile), bias);
   }
 
   // Rounds probabilities for P V, with those that dropout drops set to 0.
@@ -239,7 +240,7 @@ struct Consumer {
     softmax = Softmax<Config>(softmax.scale_log2);
     has_output = false;
     add_other_half(s);
-    add_bias(s, beside);
+    add_bias(s, beside, work);
     make_scores<Config>(s, p, work, warp_row, n_block, masked);
     softmax.update(s, shrink);
     round_probabilities(s, beside, work, n_block);
@@ -272,7 +273,7 @@ struct Consumer {
     release_keys();
     if (Config::kQueryStages == 1 && is_last) release_queries();
     add_other_half(s);
-    add_bias(s, beside);
+    add_bias(s, beside, work);
     make_scores<Config>(s, bias, p, work, warp_row, n_block, kMasked);
     bool grown = true;
     if constexpr (Config::kRarelyRescales) {
@@ -315,12 +316,12 @@ struct Consumer {
     begin_piece(s, work, n_block, is_last, masked);
   }
 
-  // Stores O row by row to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
+  // Stores O row by row, packed by `pack`, to a tensor shaped like out.
   template <typename Pack>
-  __device__ void store_rows_to(const TensorRef<>& x, const Work& work) {
+  __device__ void store_rows_to(const TensorRef<>& x, const Work& work, const Pack& pack) {
     with_output_rows<Config>(p, x, work, [&](auto rows) {
       rows.data += Config::channel();
-      store_rows<T>(o, rows, warp_row, p.problem.head_dim_v - Config::channel(), Pack());
+      store_rows<T>(o, rows, warp_row, p.problem.head_dim_v - Config::channel(), pack);
     });
   }
 
@@ -328,12 +329,12 @@ struct Consumer {
   // of the whole tile would overwrite rows of the next entry.
   __device__ void store_out(const Work& work) {
     if constexpr (!Config::kTile.staged_output) {
-      store_rows_to<Rounded<T>>(p.out, work);
+      store_rows_to(p.out, work, RoundedToOut<T>(p));
     } else {
       const int row0 = kWarpgroupRows * rank;
       if (leads()) ptx::wait_stores_read();
       ptx::sync_barrier<kWarpgroup>(own_barrier());
-      store_matrices(shared.out, pack<T>(o), warp_row);
+      store_matrices(shared.out, pack<T>(o, RoundedToOut<T>(p)), warp_row);
       if (p.problem.cu_seqlens_q != nullptr && work.rows.count < row0 + kWarpgroupRows) {
         __syncwarp();
         const auto rows = strided_rows<T>(p.out, work);
@@ -356,10 +357,18 @@ struct Consumer {
     if (!is_last) wait_full(shared.k_ring, k_at);
   }
 
+  // The scale of a tile's scores, where tiles differ in it.
+  __device__ void set_scale(const Work& work) {
+    if constexpr (std::is_same_v<T, __half> && Config::kPlain && !Config::kBiased) {
+      softmax.scale_log2 = warp_uniform(softmax_of<Config>(p.problem, work.tile).scale_log2);
+    }
+  }
+
   // The same for a tile. Its last P V, and the first scores of the next tile, are started in the epilogue.
   __device__ void prologue(Scores<Config>& s, const Work& work, const NBlocks& n_blocks) {
     const auto [first, last] = n_blocks.all;
     has_total = false;
+    set_scale(work);
     begin_piece(s, work, last, last == first, !n_blocks.unmasked.covers(last));
   }
 
@@ -414,9 +423,9 @@ struct Consumer {
   }
 
   __device__ void store_results(const Work& work) {
-    normalize<Config>(o, p, softmax);
+    normalize<Config>(o, p, work.tile, softmax);
     // Before store_out: while that rounds O, its registers become free.
-    if (!Config::kServing && p.out_lo.data != nullptr) store_rows_to<Residue<T>>(p.out_lo, work);
+    if (!Config::kServing && p.out_lo.data != nullptr) store_rows_to(p.out_lo, work, Residue<T>());
     store_out(work);
     // After store_out, or else the fence there would wait for these stores.
     if (Config::cluster_rank() == 0) store_lse<Config>(p, work, warp_row, softmax);

@@ -18,7 +18,8 @@
 // be copied. Taking tiles as late as possible balances long tiles against short ones.
 //
 // In instances of kBiased, K(n) comes with a tile of the bias, and in those of kDropped with bits that a warpgroup of
-// drawers draws. A warp reads its part of either while S is computed.
+// drawers draws. A warp reads its part of either while S is computed. Where K and V are codes in 8 bits, a warpgroup of
+// converters stands between producer and consumers (fwd_serving/converter.cuh).
 //
 // Beyond 256 channels a cluster of two thread blocks shares a tile: each has half of the channels of Q, K, V and O.
 // They work as above, but S needs all channels: their consumers exchange partial sums of S (partial_box.cuh). For 128
@@ -29,6 +30,7 @@
 
 #include "common/launch.h"
 #include "common/tensor_map.h"
+#include "flash_attn/fwd_serving/converter.cuh"
 #include "flash_attn/fwd_serving/merge.cuh"
 #include "flash_attn/fwd_sm90/consumer.cuh"
 #include "flash_attn/fwd_sm90/drawer.cuh"
@@ -53,14 +55,16 @@ __global__ __launch_bounds__(Config::kThreads,
   Config::kClusterSize == 1 ? __syncthreads() : ptx::sync_cluster();
   const int rank = warpgroup_id();
   if (rank < Config::kConsumers) {
-    if constexpr (Config::kConsumers > 1) ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    if constexpr (Config::kMovesRegisters) ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer<Config>(args, shared, rank).run();
   } else if (rank == Config::kConsumers) {
-    if constexpr (Config::kConsumers > 1) ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    if constexpr (Config::kMovesRegisters) ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (warp_id() < Config::kConsumerWarps + Source<Config>::kWarps) Producer<Config>(args, shared).run();
   } else if constexpr (Config::kDropped) {
     ptx::setmaxnreg_dec<Config::kDrawerRegisters>();
     Drawer<Config>{args.params, shared}.run();
+  } else if constexpr (Config::kCoded) {
+    Converter<Config>{shared}.run();
   }
 #endif
 }
@@ -99,21 +103,34 @@ void run_fwd_invariant(const FwdSm90Params& p, cudaStream_t stream) {
   run_fwd_dense<FwdSm90Config<T, kHeadDim, kFeatures, FwdSm90Kind::kInvariant, kHeadDimV>>(p, stream);
 }
 
-template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHeadDimV>
-void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
-  constexpr auto kKind = kFewRows ? FwdSm90Kind::kServingFewRows : FwdSm90Kind::kServing;
-  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>;
+template <typename Config>
+void run_fwd_serving_as(const ServingParams& p, cudaStream_t stream) {
   using Shared = FwdSm90Shared<Config>;
   const Problem& problem = p.problem;
-  ServingLaunch args{.k = {}, .v = {}, .k_strides = ChunkStrides(p.k), .v_strides = ChunkStrides(p.v), .params = p};
+  const TensorRef<const void> k = in_units<Config>(p.k), v = in_units<Config>(p.v);
+  ServingLaunch args{.k = {}, .v = {}, .k_strides = ChunkStrides(k), .v_strides = ChunkStrides(v), .params = p};
   if (const int rows = p.plan.box_rows; rows > 0) {
     const auto [entries, keys] = extent_of_keys(p);
-    args.k = map_of<typename Shared::Keys>(p.k, problem.head_dim, problem.heads_k, keys, entries, rows);
-    args.v = map_of<typename Shared::Values>(p.v, problem.head_dim_v, problem.heads_k, keys, entries, rows);
+    const int64_t cols = problem.head_dim / Config::kUnit, cols_v = problem.head_dim_v / Config::kUnit;
+    args.k = map_of<typename Shared::SourceKeys>(k, cols, problem.heads_k, keys, entries, rows);
+    args.v = map_of<typename Shared::SourceValues>(v, cols_v, problem.heads_k, keys, entries, rows);
   }
   const LaunchShape shape{.grid = dim3(p.plan.blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(Shared)};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
-  if (p.plan.slots.count > 0) merge_pieces<T, kHeadDimV>({p, score_scale_log2<kFeatures>(problem)}, stream);
+  if (p.plan.slots.count > 0) {
+    merge_pieces<typename Config::T, Config::kFeatures, Config::kHeadDimV>(p, stream);
+  }
+}
+
+template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHeadDimV>
+void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
+  constexpr auto kKind = kFewRows ? FwdSm90Kind::kServingFewRows : FwdSm90Kind::kServing;
+  run_fwd_serving_as<FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>>(p, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures>
+void run_fwd_serving_coded(const ServingParams& p, cudaStream_t stream) {
+  run_fwd_serving_as<FwdSm90Config<T, kHeadDim, kFeatures, FwdSm90Kind::kServingCoded>>(p, stream);
 }
 
 }  // namespace flash::flash_attn

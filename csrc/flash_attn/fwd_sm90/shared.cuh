@@ -43,12 +43,13 @@ struct ServingLaunch {
   ServingParams params;
 };
 
-// Which instances: for dense tensors, with the ordinary or the wide tile; for serving, with two warpgroups or one; or
-// for dense tensors, with the tile and the bits of those for serving.
-enum class FwdSm90Kind { kDense, kDenseWide, kServing, kServingFewRows, kInvariant };
+// Which instances: for dense tensors, with the ordinary or the wide tile; for serving, with two warpgroups or one, or
+// with one over codes in 8 bits; or for dense tensors, with the tile and the bits of those for serving.
+enum class FwdSm90Kind { kDense, kDenseWide, kServing, kServingFewRows, kServingCoded, kInvariant };
 
 constexpr FwdSm90Tile tile_of(FwdSm90Kind kind, int head_dim, Features features, int head_dim_v) {
   if (kind == FwdSm90Kind::kInvariant) return invariant_tile(head_dim, features, head_dim_v);
+  if (kind == FwdSm90Kind::kServingCoded) return coded_serving_tile(head_dim, features);
   if (kind == FwdSm90Kind::kServing) return serving_tile(head_dim, features, 2, head_dim_v);
   if (kind == FwdSm90Kind::kServingFewRows) return serving_tile(head_dim, features, 1, head_dim_v);
   return fwd_sm90_tile(head_dim, features, kind == FwdSm90Kind::kDenseWide, head_dim_v);
@@ -57,7 +58,8 @@ constexpr FwdSm90Tile tile_of(FwdSm90Kind kind, int head_dim, Features features,
 template <typename T_, int kHeadDim_, Features kFeatures_, FwdSm90Kind kKind, int kHeadDimV_ = kHeadDim_>
 struct FwdSm90Config {
   using T = T_;
-  static constexpr bool kServing = kKind == FwdSm90Kind::kServing || kKind == FwdSm90Kind::kServingFewRows;
+  static constexpr bool kCoded = kKind == FwdSm90Kind::kServingCoded;
+  static constexpr bool kServing = kKind == FwdSm90Kind::kServing || kKind == FwdSm90Kind::kServingFewRows || kCoded;
   using Launch = std::conditional_t<kServing, ServingLaunch, FwdSm90Launch>;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
@@ -71,18 +73,22 @@ struct FwdSm90Config {
   static constexpr int kClusterSize = channel_slices(kHeadDim);  // thread blocks that share a tile
   static constexpr bool kPersistent = kClusterSize == 1;  // whether a thread block processes one tile after another
   static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
-  static constexpr int kThreads = kWarpgroup * (kConsumers + 1 + kDropped), kConsumerWarps = 4 * kConsumers;
+  static constexpr int kThreads = kWarpgroup * (kConsumers + 1 + (kDropped || kCoded)), kConsumerWarps = 4 * kConsumers;
+  // The source's stages of keys and values, in units of 16 bits: those that consumers read, or codes, two in a unit.
+  static constexpr int kUnit = kCoded ? 2 : 1;
+  static constexpr int kSourceStages = kCoded ? coded_serving_stages(kHeadDim, kTile) : kStages;
   // Whether a thread block may fold pieces of fixed length, and whether shared memory has room for their total.
   static constexpr bool kFolds = kServing || kKind == FwdSm90Kind::kInvariant;
   static constexpr int kTileBytes = 2 * (kStages * kKeys * (kChannels + kChannelsV) + kQueryStages * kRows * kChannels +
                                          kTile.staged_output * kRows * kChannelsV);  // of Q, K, V and O
-  static constexpr bool kSharesTotal = kFolds && kTileBytes + 4 * kRows * kChannelsV <= 224 * 1024;
-  static constexpr int kWriters = kServing ? 2 : 1;  // how many warps of the producer copy a part of a tile
+  static constexpr bool kSharesTotal = kFolds && !kCoded && kTileBytes + 4 * kRows * kChannelsV <= 224 * 1024;
+  static constexpr int kWriters = kServing ? 2 : 1;  // how many warps copy, or convert, a part of a tile each
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
   // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128, and with
-  // drawers 2 * 208 + 40 + 56 = 4 * 128. With one consumer there are enough.
+  // drawers 2 * 208 + 40 + 56 = 4 * 128. With one consumer there are enough, except beside converters: 240 + 88 + 168.
   static constexpr int kProducerRegisters = kServing ? 88 : kConsumers == 2 ? 40 : 32, kDrawerRegisters = 56;
-  static constexpr int kConsumerRegisters = kServing || kDropped ? 208 : kConsumers == 2 ? 232 : 160;
+  static constexpr bool kMovesRegisters = kConsumers > 1 || kCoded;
+  static constexpr int kConsumerRegisters = kCoded ? 240 : kServing || kDropped ? 208 : kConsumers == 2 ? 232 : 160;
   // How many of a lane's two rows are exponentiated before the wait for P V. The other row then overlaps with rescaling
   // O and packing P, which is faster where that product is short.
   static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
@@ -115,6 +121,8 @@ struct FwdSm90Shared {
   using OwnRows = SharedTile<T, kWarpgroupRows, Config::kChannels>;  // of Q, of a warpgroup
   using Keys = SharedTile<T, Config::kKeys, Config::kChannels>;
   using Values = SharedTile<T, Config::kKeys, Config::kChannelsV>;
+  using SourceKeys = SharedTile<T, Config::kKeys, Config::kChannels / Config::kUnit>;
+  using SourceValues = SharedTile<T, Config::kKeys, Config::kChannelsV / Config::kUnit>;
   using Bias = SharedTile<T, Config::kRows, Config::kKeys>;
   using Boxes = PartialBox<Config::kWarpRows, Config::kKeys>[Config::kConsumers];
   struct BiasedKeys : Keys {
@@ -123,10 +131,17 @@ struct FwdSm90Shared {
   using Dropped = DroppedBits<Config::kKeys>[Config::kConsumerWarps][32];  // of the rows and lanes of the consumers
   struct None {};
   struct NoDropped {};
+  struct NoCodes {};
+  struct Codes {
+    SourceKeys k[Config::kSourceStages];
+    SourceValues v[Config::kSourceStages];
+    Ring<Config::kSourceStages> k_ring, v_ring;
+  };
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
   std::conditional_t<Config::kBiased, BiasedKeys, Keys> k[Config::kStages];
   Values v[Config::kStages];
+  [[no_unique_address]] std::conditional_t<Config::kCoded, Codes, NoCodes> codes;
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
   std::conditional_t<Config::kSharesTotal, float4[Config::kRows * Config::kChannelsV / 4], None> total;
   TileWork<Config> work[2];  // of the tile in progress and of the next
@@ -137,6 +152,15 @@ struct FwdSm90Shared {
   std::conditional_t<(Config::kClusterSize > 1), Boxes, None> boxes;
   [[no_unique_address]] std::conditional_t<Config::kDropped, Dropped[Config::kStages], NoDropped> dropped;  // beside K
 
+  // What the source fills: the stages of consumers, or of converters.
+  __device__ auto& source() {
+    if constexpr (Config::kCoded) {
+      return codes;
+    } else {
+      return *this;
+    }
+  }
+
   // Each consumer releases a stage once, by its first thread. The bias or the bits beside K and the work are read with
   // ordinary loads, which the end of a product does not cover: there every consumer warp releases for itself.
   __device__ void init() {
@@ -144,7 +168,12 @@ struct FwdSm90Shared {
     k_ring.init(Config::kHasBesideKeys ? Config::kConsumerWarps : Config::kConsumers,
                 Config::kWriters + (Config::kDropped ? kDrawers : 0));
     v_ring.init(Config::kConsumers, Config::kWriters);
-    constexpr int kOthers = Config::kServing ? 3 : Config::kDropped ? kDrawers : 0;  // of the producer, or drawers
+    if constexpr (Config::kCoded) {
+      codes.k_ring.init(Config::kWriters, Config::kWriters);
+      codes.v_ring.init(Config::kWriters, Config::kWriters);
+    }
+    // Of the producer, and converters; or drawers.
+    constexpr int kOthers = Config::kServing ? 3 + 4 * Config::kCoded : Config::kDropped ? kDrawers : 0;
     work_ring.init(Config::kConsumerWarps + kOthers);
     if constexpr (Config::kClusterSize > 1) {
       for (auto& box : boxes) box.init();

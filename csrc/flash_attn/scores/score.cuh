@@ -24,8 +24,12 @@ constexpr float kLn2 = std::numbers::ln2_v<float>;
 
 // The factor c for which exp(s) = exp2(c * what a kernel keeps as score).
 template <Features kFeatures>
+__host__ __device__ float score_scale_log2(float softmax_scale) {
+  return kHasPlainScores<kFeatures> ? softmax_scale * kLog2e : kLog2e;
+}
+template <Features kFeatures>
 __host__ __device__ float score_scale_log2(const Problem& p) {
-  return kHasPlainScores<kFeatures> ? p.softmax_scale * kLog2e : kLog2e;
+  return score_scale_log2<kFeatures>(p.softmax_scale);
 }
 
 // The largest softcap for which cap(), whose absolute error grows with it, is accurate enough. Models use 15 to 50.
@@ -60,11 +64,15 @@ __device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
 
 // Turns products into scores, except for ALiBi and the bias.
 template <int kRows, int kCols>
-__device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
-  const float scale = p.softmax_scale, factor = p.softmax_scale / p.softcap, most = p.softcap;
+__device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p, float scale) {
+  const float factor = scale / p.softcap, most = p.softcap;
   if (p.softcap == 0) return s.for_each([&](float& x, int, int) { x *= scale; });
   if (p.softcap > kMostSoftcapOfCap) return replace_in_loop(s, [&](float x) { return precise_cap(x, factor, most); });
   s.for_each([&](float& x, int, int) { x = cap(x, factor, most); });
+}
+template <int kRows, int kCols>
+__device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
+  scale_and_cap(s, p, p.softmax_scale);
 }
 
 // The derivative of the cap, 1 - tanh^2, from the capped score. The compiler hoists the division, which is the same for

@@ -67,14 +67,12 @@ def attention(
     """
     _refuse_qv(qv=qv)
     _refuse(
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new,  # engines pass it without new keys, too
         rotary_seqlens=rotary_seqlens,
     )
     scores = softmax_scale, causal, window_size
-    features = FeatureArguments(learnable_sink=s_aux, attention_chunk=attention_chunk, seqused_q=seqused_q)
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    features = FeatureArguments(s_aux, attention_chunk=attention_chunk, seqused_q=seqused_q, **descales)
     if cu_seqlens_k is not None and cu_seqlens_q is None:
         raise ArgumentError("cu_seqlens_q must be given with cu_seqlens_k, found None")
     if cu_seqlens_k is not None and (page_table is not None or kv_batch_idx is not None):
@@ -110,6 +108,7 @@ def attention(
                 cu_seqlens_q=cu_seqlens_q,
                 max_seqlen_q=max_seqlen_q,
                 out=out,
+                **descales,
             )
         out, lse, _ = flash_attn.decode(
             q,

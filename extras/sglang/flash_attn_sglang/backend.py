@@ -31,13 +31,13 @@ class Metadata(NamedTuple):
 
 
 class FlashAttentionBackend(AttentionBackend):
-    """Attention of decoders, and of encoders that read the pool, over 16-bit keys and values.
+    """Attention of decoders, and of encoders that read the pool, over keys and values in 16 bits or float8_e4m3fn.
 
     Arguments:
         runner: SGLang's model runner.
 
     Raises:
-        NotImplementedError: for a model with latent attention, a pool in 8 bits, a pool with a part for windows,
+        NotImplementedError: for a model with latent attention, a pool in float8_e5m2, a pool with a part for windows,
             context parallelism, or speculative decoding.
         RuntimeError: if SGLang asks for deterministic inference and flash_attn has no levels of batch invariance.
     """
@@ -55,8 +55,11 @@ class FlashAttentionBackend(AttentionBackend):
                 "--disable-hybrid-swa-memory"
             )
         dtype = getattr(runner, "kv_cache_dtype", torch.bfloat16)
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise NotImplementedError(f"kv_cache_dtype must be torch.float16 or torch.bfloat16, found {dtype}")
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+            raise NotImplementedError(
+                f"kv_cache_dtype must be torch.float16, torch.bfloat16 or torch.float8_e4m3fn, found {dtype}"
+            )
+        self._in_float8 = dtype == torch.float8_e4m3fn
         arguments = getattr(runner, "server_args", None)
         for name in ("attn_cp_size", "dcp_size"):
             if (getattr(arguments, name, None) or 1) > 1:
@@ -156,9 +159,11 @@ class FlashAttentionBackend(AttentionBackend):
             )
         if layer.logit_cap and getattr(layer, "logit_capping_method", "tanh") != "tanh":
             raise NotImplementedError(f"logit_capping_method must be 'tanh', found {layer.logit_capping_method!r}")
+        scales = (getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)) if self._in_float8 else ()
         if save_kv_cache and k is not None:
             place = forward_batch.out_cache_loc
-            self.token_to_kv_pool.set_kv_buffer(layer, place if KVWriteLoc is None else KVWriteLoc(place), k, v)
+            place = place if KVWriteLoc is None else KVWriteLoc(place)
+            self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, *scales)
         keys, values = (
             x.view(-1, self.page_size, *x.shape[1:])
             for x in (
@@ -187,6 +192,7 @@ class FlashAttentionBackend(AttentionBackend):
             attention_chunk=self.attention_chunk if getattr(layer, "use_irope", False) else 0,
             seqused_k=metadata.seqused_k,
             return_lse=bool(return_lse),
+            **dict(zip(("k_descale", "v_descale"), scales)),
         )
         out, lse = result if return_lse else (result, None)
         out = out.view(-1, layer.tp_q_head_num * layer.v_head_dim)

@@ -1,8 +1,9 @@
 """The two functions that SGLang's loader of FlashAttention-3 wants, computed by this project's `flash_attn`.
 
 scheduler_metadata, pack_gqa and sm_margin change nothing but speed there, so they are accepted and have no effect; so
-are the descales of keys and values in 16 bits. What is not computed raises a NotImplementedError that names the
-argument: qv and only_qv, values in 8 bits, and rotary_seqlens.
+are the descales of tensors in 16 bits. Keys and values may be in float8_e4m3fn, and queries then, too. What is not
+computed raises a NotImplementedError that names the argument: qv and only_qv, other tensors in 8 bits, float8 of dense
+batches, and rotary_seqlens.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import flash_attn
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FLOAT8 = torch.float8_e4m3fn
 
 
 def flash_attn_with_kvcache(
@@ -59,7 +61,8 @@ def flash_attn_with_kvcache(
         out, shaped like q; with return_softmax_lse (out, softmax_lse).
 
     Raises:
-        NotImplementedError: for qv, only_qv, rotary_seqlens and values in 8 bits, which are not computed here.
+        NotImplementedError: for qv, only_qv, rotary_seqlens, float8 of dense batches, and tensors in 8 bits other than
+            float8_e4m3fn, which are not computed here.
         ValueError, TypeError: for what `flash_attn.flash_attn_with_kvcache` refuses.
 
     Example:
@@ -70,7 +73,8 @@ def flash_attn_with_kvcache(
     """
     new = None if k is None else cu_seqlens_k_new  # engines pass it without new keys, too
     _refuse(qv=qv, only_qv=only_qv or None, rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=new)
-    _check_dtypes(q=q, k_cache=k_cache, v_cache=v_cache)
+    descales = _descales(q, k_cache, q_descale, k_descale, v_descale)
+    _check_dtypes(bool(descales), q=q, k_cache=k_cache, v_cache=v_cache)
     return flash_attn.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -96,6 +100,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
         out=out,
+        **descales,
     )
 
 
@@ -133,7 +138,8 @@ def flash_attn_varlen_func(
         out, shaped like q; with return_softmax_lse (out, softmax_lse).
 
     Raises:
-        NotImplementedError: for qv, only_qv, rotary_seqlens and values in 8 bits, which are not computed here.
+        NotImplementedError: for qv, only_qv, rotary_seqlens, float8 of dense batches, and tensors in 8 bits other than
+            float8_e4m3fn, which are not computed here.
         ValueError, TypeError: for what `flash_attn.flash_attn_varlen_func` refuses, and pages of dense batches.
 
     Example:
@@ -143,7 +149,8 @@ def flash_attn_varlen_func(
         torch.Size([7, 8, 64])
     """
     _refuse(qv=qv, only_qv=only_qv or None)
-    _check_dtypes(q=q, k=k, v=v)
+    descales = {} if cu_seqlens_q is None else _descales(q, k, q_descale, k_descale, v_descale)
+    _check_dtypes(bool(descales), q=q, k=k, v=v)
     options: dict[str, Any] = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -172,15 +179,23 @@ def flash_attn_varlen_func(
         num_splits=num_splits,
         out=out,
         **options,
+        **descales,
     )
 
 
-def _check_dtypes(**tensors: Any) -> None:
+def _descales(q: Any, k: Any, q_descale: Any, k_descale: Any, v_descale: Any) -> dict[str, Any]:
+    """The scales of keys in float8, and of queries if they are; of keys in 16 bits, no scales."""
+    if getattr(k, "dtype", None) != _FLOAT8:
+        return {}
+    q_descale = q_descale if getattr(q, "dtype", None) == _FLOAT8 else None
+    return dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+
+
+def _check_dtypes(float8: bool, **tensors: Any) -> None:
+    dtypes = (*_DTYPES, _FLOAT8) if float8 else _DTYPES
     for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.dtype not in _DTYPES:
-            raise NotImplementedError(
-                f"{name} must be {' or '.join(map(str, _DTYPES))}, found {x.dtype}: 8 bits are not read here"
-            )
+        if isinstance(x, Tensor) and x.dtype not in dtypes:
+            raise NotImplementedError(f"{name} must be {' or '.join(map(str, dtypes))} here, found {x.dtype}")
 
 
 def _refuse(**arguments: Any) -> None:

@@ -4,7 +4,8 @@
 `flash_attn.flash_attn_varlen_func` over vLLM's pages; the keys are written there by vLLM's own op.
 
 Caches are (blocks, heads_k, block size, 2 * head_dim), keys before values, whatever the order in memory; or, for a vLLM
-that asks the backend for the shape, (2, blocks, block size, heads_k, head_dim).
+that asks the backend for the shape, (2, blocks, block size, heads_k, head_dim). In 8 bits they are uint8 that hold
+float8_e4m3fn, with the scales of the layer; queries stay in 16 bits.
 """
 
 import copy
@@ -25,7 +26,7 @@ from vllm.v1.attention.backend import (
 )
 
 import flash_attn
-from flash_attn.functional import merge_attn_states
+from flash_attn.functional import merge_attn_states, to_float8
 from flash_attn_vllm.interface import row_positions
 
 __all__ = [
@@ -42,6 +43,7 @@ if not hasattr(AttentionBackend, "forward_includes_kv_cache_update"):
         "AttentionBackend.forward_includes_kv_cache_update"
     )
 
+_FLOAT8 = ("fp8", "fp8_e4m3")  # both float8_e4m3fn
 _ENCODER = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 # A common prefix is attended to once if that spares a layer so many bytes of keys and values. It costs two launches and
 # a pass over the outputs more, about 10 us, in which a GPU with 3.3 TB/s reads this much. Not measured within vLLM.
@@ -53,7 +55,7 @@ class FlashAttentionBackend(AttentionBackend):
     """What vLLM asks before it chooses: see docs/guides/engines.md for the same as a table."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_FLOAT8]
     forward_includes_kv_cache_update = False
     supports_kv_cache_update_bypass = True
 
@@ -354,7 +356,7 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         if kv_cache_dtype not in FlashAttentionBackend.supported_kv_cache_dtypes:
             raise NotImplementedError(
                 f"kv_cache_dtype must be one of {FlashAttentionBackend.supported_kv_cache_dtypes}, found "
-                f"{kv_cache_dtype!r}: caches in 8 bits are not read here"
+                f"{kv_cache_dtype!r}"
             )
         for name, size in (("decode", "dcp_world_size"), ("prefill", "pcp_world_size")):  # vLLM sets them before this
             if getattr(self, size, 1) > 1:
@@ -392,7 +394,8 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         """Write the attention of the batch to output, and return it.
 
         Arguments:
-            layer: asked whether rows of images keep to its window (mm_prefix_clamp_sliding_window).
+            layer: asked whether rows of images keep to its window (mm_prefix_clamp_sliding_window), and with a cache
+                in 8 bits for its scales (_k_scale, _v_scale).
             query, output: (tokens, heads, head_dim). key, value: (tokens, heads_k, head_dim); read by encoders only.
             kv_cache: (blocks, heads_k, block size, 2 * head_dim), keys before values, whatever the order in memory;
                 or (2, blocks, block size, heads_k, head_dim), for a vLLM that asks the backend for the shape.
@@ -414,7 +417,13 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
             self._attend(query[:rows], output[:rows], attn_metadata, causal=False, window=self.sliding_window, **keys)
             return output
         keys, values = _keys_and_values(kv_cache, self.head_size)
+        if self.kv_cache_dtype in _FLOAT8:
+            keys, values = (x.view(torch.float8_e4m3fn) for x in (keys, values))
+            scales = dict(k_descale=layer._k_scale, v_descale=layer._v_scale)
+        else:
+            scales = {}
         paged = dict(
+            **scales,
             k=keys,
             v=values,
             seqused_k=attn_metadata.seq_lens,
@@ -452,7 +461,11 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         used = (slot_mapping >= 0).nonzero()[:, 0]
         slots = slot_mapping[used]
         place = slots.div(keys.shape[1], rounding_mode="floor"), slots % keys.shape[1]
-        keys[place], values[place] = key[used], value[used]
+        key, value = key[used], value[used]
+        if self.kv_cache_dtype in _FLOAT8:
+            scaled = (key, layer._k_scale), (value, layer._v_scale)
+            key, value = (to_float8(x, scale).view(keys.dtype) for x, scale in scaled)
+        keys[place], values[place] = key, value
 
     def _attend(self, query, output, metadata, *, causal, window, **arguments):
         return flash_attn.flash_attn_varlen_func(
@@ -471,10 +484,10 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
     def _attend_in_two(self, query, output, metadata, paged):
         """All rows over the keys that the requests share, each row over those of its own, and the two merged."""
         shared = metadata.common_prefix_len
+        everywhere = {name: paged[name] for name in ("k", "v", "k_descale", "v_descale") if name in paged}
         prefix = flash_attn.flash_attn_varlen_func(
             query,
-            paged["k"],
-            paged["v"],
+            **everywhere,
             cu_seqlens_q=metadata.shared_lens[:2],
             max_seqlen_q=query.shape[0],
             max_seqlen_k=shared,

@@ -2,8 +2,8 @@
 
     from flash_attn_vllm.interface import flash_attn_varlen_func, get_scheduler_metadata
 
-Without effect are fa_version (2, 3 and 4 are the same here) and scheduler_metadata, and the descales of keys and values
-in 16 bits, which need none. What is not computed raises a NotImplementedError that names the argument: q_v,
+Without effect are fa_version (2, 3 and 4 are the same here) and scheduler_metadata, and the descales of tensors in 16
+bits, which need none. What is not computed raises a NotImplementedError that names the argument: q_v,
 output_scale, keys that are gathered (gather_kv_*), and masks written for a compiler (mask_mod and the arguments beside
 it).
 """
@@ -19,6 +19,7 @@ import flash_attn
 __all__ = ["flash_attn_varlen_func", "get_scheduler_metadata"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FLOAT8 = torch.float8_e4m3fn
 
 
 def flash_attn_varlen_func(
@@ -65,7 +66,9 @@ def flash_attn_varlen_func(
 
     Arguments:
         q: float16 or bfloat16 (total_q, heads, head_dim).
-        k, v: (total_k, heads_k, head_dim), or (num_pages, page_size, heads_k, head_dim) with block_table.
+        k, v: (total_k, heads_k, head_dim), or (num_pages, page_size, heads_k, head_dim) with block_table; like q, or
+            in float8_e4m3fn. q may then be in float8, too.
+        q_descale, k_descale, v_descale: float32 (batch, heads_k), or what expands to it: what float8 is multiplied by.
         cu_seqlens_k, seqused_k: one of them, int32 (batch + 1,) or (batch,); with block_table, seqused_k. With
             fa_version 4 and no block_table also both: where the keys of an entry begin, and how many of them count.
         window_size: [left, right], or None for no window.
@@ -73,7 +76,7 @@ def flash_attn_varlen_func(
         cp_world_size, cp_rank, cp_tot_seqused_k: of the keys 0, 1, 2, .. of an entry, this process has the keys
             cp_rank, cp_rank + cp_world_size, ..; seqused_k counts these, and cp_tot_seqused_k, int32 (batch,), all.
         dynamic_causal: int32 (batch,), which entries are causal, in the place of causal.
-        fa_version, scheduler_metadata, and descales of keys and values in 16 bits change nothing.
+        fa_version, scheduler_metadata, and descales of tensors in 16 bits change nothing.
         q_v, output_scale, gather_kv_* and mask_mod with what is beside it must be None: they are not computed here.
         The others are as in `flash_attn.flash_attn_varlen_func`.
 
@@ -101,8 +104,9 @@ def flash_attn_varlen_func(
         gather_kv_indices=gather_kv_indices,
         gather_kv_valid_length=gather_kv_valid_length,
     )
+    float8 = isinstance(k, Tensor) and k.dtype == _FLOAT8
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_dtype(name, x)
+        _check_dtype(name, x, (*_DTYPES, _FLOAT8) if float8 else _DTYPES)
     if fa_version not in (2, 3, 4):
         raise ValueError(f"fa_version must be 2, 3 or 4, found {fa_version!r}")
     if cu_seqlens_k is None and seqused_k is None:
@@ -148,6 +152,9 @@ def flash_attn_varlen_func(
         return_softmax_lse=return_softmax_lse,
         num_splits=num_splits,
         scheduler_metadata=scheduler_metadata,
+        q_descale=q_descale if getattr(q, "dtype", None) == _FLOAT8 else None,
+        k_descale=k_descale if float8 else None,
+        v_descale=v_descale if float8 else None,
     )
 
 
@@ -224,10 +231,11 @@ def _interleaved(q, cu_seqlens_q, causal, window, world_size, rank, total):
     return False, (-1, -1), torch.stack([start, end], -1).int()[None]
 
 
-def _check_dtype(name: str, x: object) -> None:
-    if isinstance(x, Tensor) and x.dtype not in _DTYPES:
+def _check_dtype(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    if isinstance(x, Tensor) and x.dtype not in dtypes:
         raise NotImplementedError(
-            f"{name} must be {' or '.join(map(str, _DTYPES))}, found {x.dtype}: caches in 8 bits are not read here"
+            f"{name} must be {' or '.join(map(str, dtypes))}, found {x.dtype}: of 8 bits, keys and values in {_FLOAT8} "
+            "are read"
         )
 
 

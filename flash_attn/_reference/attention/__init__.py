@@ -5,6 +5,7 @@ batch_layout        where the rows and keys of each entry are: dense, packed, pa
 head_groups         which heads and rows are computed together, and their layout for batched products
 score_modifiers     what happens to scores between the two products: softcap, ALiBi, bias, mask, dropout
 mask, bias, dropout what each of these needs
+float8              keys and values of 8 bits
 torch_cpu_operator  torch's own attention for the CPU, which computes the parts without modified scores
 differentiable      attention made of differentiable operations, for second derivatives and torch.func
 """

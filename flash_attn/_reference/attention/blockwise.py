@@ -25,7 +25,7 @@ from torch import Tensor
 from flash_attn._errors import ArgumentError
 from flash_attn._reference.rotary import rotary
 
-from . import batch_layout, torch_cpu_operator
+from . import batch_layout, float8, torch_cpu_operator
 from .head_groups import Group, aligned_groups, groups
 from .options import CacheOptions, Features, Options
 from .score_modifiers import Scores
@@ -59,6 +59,10 @@ def fwd_features(
     Returns out; softmax_lse, which counts the sink; row_max, the largest score of each row before the sink, -inf for a
     row that sees no key; and lse_lo, what rounding has taken off softmax_lse. The last two are shaped like softmax_lse,
     but row_max is empty if it is not wanted, and lse_lo without a bias.
+
+    k and v may be float8_e4m3fn beside a q of 16 bits, which is then converted to fp16. The scores are taken with the
+    scale softmax_scale * k_descale of an entry and key head, rounded to fp32, and out is multiplied by v_descale before
+    it is rounded to the dtype of q.
     """
     batch_layout.require_matching_shapes(q, k, v)
     return _attend(q, k, v, _parts(q, k, options, features), options, features, invariant)
@@ -264,6 +268,7 @@ def fwd_kvcache_features(
     """`fwd_kvcache` with features. Returns what `fwd_features` does.
 
     Queries are rotated by rows cache_seqlens + i also with chunks or key_ranges, and in entries that are causal.
+    The caches may be float8_e4m3fn, as in `fwd_features`; k and v, of 16 bits, are then encoded, after the rotation.
     """
     block_table, cache_batch_idx, cu_seqlens_q = options.block_table, options.cache_batch_idx, options.cu_seqlens_q
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
@@ -294,6 +299,12 @@ def fwd_kvcache_features(
             if features.causal is not None and not advance:
                 advanced = _rotate_queries(advanced, tables, start, options.rotary_interleaved, True)
                 q = torch.where(features.causal.view(-1, 1, 1, 1) != 0, advanced, q)
+        if k_cache.dtype == float8.DTYPE:
+            descales = features.k_descale, features.v_descale
+            k, v = (
+                float8.encoded(x, None if descale is None else descale[:, None, :, None])
+                for x, descale in zip((k, v), descales, strict=True)
+            )
         _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table)
     return _attend(q, k_cache, v_cache, parts, options.of_scores(), features, invariant)
 
@@ -366,9 +377,13 @@ def _attend(
     invariant: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns out, softmax_lse, row_max and lse_lo. A row in no part gets 0, +inf, -inf and 0."""
-    sink, plain = features.learnable_sink, features.none_but_sink() and not invariant
+    sink, descale, dtype = features.learnable_sink, features.v_descale, q.dtype
+    scales = None if features.k_descale is None else features.k_descale * options.softmax_scale
+    plain = features._replace(k_descale=None, v_descale=None).none_but_sink() and not invariant
     out = torch.zeros_like(q) if v.shape[-1] == q.shape[-1] else q.new_zeros(*q.shape[:-1], v.shape[-1])
-    if sink is not None:  # the sink scales out, which must be rounded only after that
+    if k.dtype == float8.DTYPE:
+        q = q.to(float8.PRODUCT_DTYPE)
+    if sink is not None or k.dtype == float8.DTYPE:  # out is scaled, or of another dtype than q: it is rounded at last
         out = out.to(_accumulator(q))
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
     row_max = torch.full_like(softmax_lse, -math.inf) if features.row_max else softmax_lse.new_empty(0)
@@ -376,21 +391,26 @@ def _attend(
     tensors: Any = (*(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse))
     others = []
     for part in parts:
-        if not (plain and torch_cpu_operator.forward(part, options, *tensors)):
+        if not (plain and torch_cpu_operator.forward(part, options, scales, *tensors)):
             others.append(part)
         elif sink is not None:
             _add_sink_(sink, part, *tensors[3:])
     tops, los = (_per_row(x) if x.numel() else None for x in (row_max, lse_lo))
     divide = aligned_groups if invariant else groups
     for group in divide(tensors[0], tensors[1], others, without_keys=sink is not None):
-        _forward(group, options, features, tops, los, *tensors)
-    return out.to(q.dtype), softmax_lse, row_max, lse_lo
+        _forward(group, options, features, scales, tops, los, *tensors)
+    if descale is not None:
+        factors = descale.repeat_interleave(q.shape[-2] // max(1, k.shape[-2]), 1)
+        for part in parts:
+            part.rows(tensors[3]).mul_(factors[part.entries, None, :, None])
+    return out.to(dtype), softmax_lse, row_max, lse_lo
 
 
 def _forward(
     group: Group,
     options: Options,
     features: Features,
+    scales: Tensor | None,
     row_max: Tensor | None,
     lse_lo: Tensor | None,
     q: Tensor,
@@ -401,11 +421,12 @@ def _forward(
 ) -> None:
     scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
+    scale = options.softmax_scale if scales is None else group.per_key_head(scales)
     sinks = None if features.learnable_sink is None else group.per_head(features.learnable_sink.to(dtype))
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
     finite = _all_finite(v)
     for rows in group.row_blocks():
-        q_rows = group.load_rows(q, rows, dtype) * options.softmax_scale
+        q_rows = group.load_rows(q, rows, dtype) * scale
         o = q_rows.new_zeros(*q_rows.shape[:-1], v.shape[-1])
         top = o.new_full((*o.shape[:-1], 1), -math.inf)
         total = torch.zeros_like(top)

@@ -61,6 +61,10 @@ class Group(NamedTuple):
         x = x[self.part.entries] if x.dim() == 2 else x.expand(self.part.num_entries, -1)
         return x.unflatten(1, (self.heads_k, -1))[:, self.heads].flatten(0, 1)
 
+    def per_key_head(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x (batch, heads_k) as (pairs, 1, 1)."""
+        return x[self.part.entries][:, self.heads].reshape(-1, 1, 1)
+
     def by_pair(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x (entries or 1, query heads of the group or 1, ..) as (pairs, query heads per key head or 1, ..)."""
         num_heads = self.heads.stop - self.heads.start

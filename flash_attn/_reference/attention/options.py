@@ -56,6 +56,8 @@ class Features(NamedTuple):
     causal: torch.Tensor | None = None  # bool or int32 (batch,), which entries are causal
     seqused_q: torch.Tensor | None = None  # int32 (batch,), how many rows an entry uses
     row_max: bool = False  # whether the largest score of each row is wanted
+    k_descale: torch.Tensor | None = None  # float32 (batch, heads_k), what float8 keys are multiplied by; None: 1
+    v_descale: torch.Tensor | None = None  # the same for values
 
     def given(self) -> list[str]:
         """The names of the features that differ from their defaults."""
@@ -68,8 +70,9 @@ class Features(NamedTuple):
 
     def none_but_sink(self) -> bool:
         """Whether no feature other than a sink is given. Written for speed, since every call with a sink asks."""
-        _, bias, ranges, chunk, causal, seqused_q, row_max = self
-        return bias is None and ranges is None and causal is None and seqused_q is None and chunk == 0 and not row_max
+        _, bias, ranges, chunk, causal, seqused_q, row_max, k_descale, v_descale = self
+        no_tensors = bias is ranges is causal is seqused_q is k_descale is v_descale is None
+        return no_tensors and chunk == 0 and not row_max
 
 
 class CacheOptions(NamedTuple):

@@ -40,25 +40,49 @@ def computes(part: Part, options: Options, q: Tensor) -> bool:
     return part.seqlen_q > 0 and part.seqlen_k > 0 and q.shape[2] > 0
 
 
-def forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
+def forward(
+    part: Part,
+    options: Options,
+    scales: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+) -> bool:
     """Write the part's rows of out and softmax_lse, (batch, seqlen_q, heads, head_dim or 1).
 
+    scales: (batch, heads_k), the factors of the scores; None: softmax_scale for all.
     Returns whether it did. If not, some rows may have been written, and the caller computes all in another way.
     """
     if not computes(part, options, q):
         return False
+    if scales is not None and not (scales > 0).all():  # 0 times the -inf of a mask, as in `computes`
+        return False
     size = torch.get_num_threads() * _THREAD_KEYS // (part.seqlen_k * k.shape[2] * k.shape[3])
-    return all(_forward(piece, options, q, k, v, out, softmax_lse) for piece in part.split(max(1, size)))
+    return all(_forward(piece, options, scales, q, k, v, out, softmax_lse) for piece in part.split(max(1, size)))
 
 
-def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
+def _forward(
+    part: Part,
+    options: Options,
+    scales: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+) -> bool:
     channels = max(k.shape[3], v.shape[3])
     rows = _load_rows(part, q, k.shape[2], channels)
     keys, values = (_load_keys(part, x, q.shape[2], channels) for x in (k, v))
     causal, spoilt = not _mask(part, options).is_full, None
     if causal and not _all_finite(values):  # 0 times inf is nan, also in rows that do not see the value
         values, spoilt = values.where(values.isfinite(), 0), values.where(~values.isfinite(), 0)
-    o, lse = _torch_private.cpu_attention(rows, keys, values, 0.0, causal, scale=options.softmax_scale)
+    if scales is None:
+        o, lse = _torch_private.cpu_attention(rows, keys, values, 0.0, causal, scale=options.softmax_scale)
+    else:
+        o, lse = _by_key_head(rows, keys, values, causal, scales[part.entries])
     if (lse == 0).any():  # also its lse of rows whose scores are all -inf, which have +inf here
         return False
     if spoilt is not None:
@@ -66,6 +90,17 @@ def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out:
     _store_rows(part, out, o)
     _store_rows(part, softmax_lse, lse.masked_fill_(lse.isnan(), math.inf)[..., None])
     return True
+
+
+def _by_key_head(rows: Tensor, keys: Tensor, values: Tensor, causal: bool, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The operator's results, called for each entry and key head with its scale; scales: (entries, heads_k)."""
+    pairs = [x.reshape(scales.numel(), 1, -1, *x.shape[2:]) for x in (rows, keys, values)]
+    results = [
+        _torch_private.cpu_attention(*inputs, 0.0, causal, scale=scale)
+        for *inputs, scale in zip(*pairs, scales.flatten().tolist(), strict=True)
+    ]
+    o, lse = (torch.cat(x) for x in zip(*results, strict=True))
+    return o.reshape(*rows.shape[:-1], -1), lse.reshape(rows.shape[:-1])
 
 
 def backward(

@@ -38,6 +38,15 @@ template <typename T>
 float2 unpack(uint32_t packed) {
   return {widened<T>(packed & 0xFFFF), widened<T>(packed >> 16)};
 }
+inline uint2 widen_e4m3(uint32_t codes) {
+  const auto pair = [](uint32_t two) {
+    const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(two), __NV_E4M3);
+    return uint32_t{wide.y} << 16 | wide.x;
+  };
+  return {pair(codes & 0xFFFF), pair(codes >> 16)};
+}
+inline uint32_t swap_middle_bytes(uint32_t x) { return (x & 0xFF0000FF) | (x & 0xFF00) << 8 | (x >> 8 & 0xFF00); }
+inline uint8_t narrow_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 inline float at_most_zero(float x) { return x > 0 ? 0 : x; }
 
 template <typename T>

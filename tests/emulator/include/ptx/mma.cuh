@@ -32,9 +32,9 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
           float* c = static_cast<Mine*>(given[lane])->c;
           for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
-            float sum = c[i];
-            for (int k = 0; k < 16; ++k) sum += left[row][k] * right[k][col];
-            c[i] = sum;
+            double sum = c[i];  // exact, as good as always: as on Hopper, the order of products makes no difference
+            for (int k = 0; k < 16; ++k) sum += double{left[row][k]} * right[k][col];
+            c[i] = static_cast<float>(sum);
           }
         }
       },
