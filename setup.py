@@ -12,7 +12,7 @@ Environment variables, all optional:
     FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE  never build it
     FLASH_ATTN_CUDA_ARCHS="80;90"         compute capabilities without the dot, in place of ARCHS; 80 has PTX, too
     FLASH_ATTN_INSTANCES="*128*"          build only some kernels, for development: see csrc/instances.py
-    FLASH_ATTN_LOCAL_VERSION=cu13         local version label: 2.8.3.post100+cu13
+    FLASH_ATTN_LOCAL_VERSION=cu13         local version label: 2.8.3.post101+cu13
     MAX_JOBS=8                            compiler processes at a time; by default as cores and memory allow
     NVCC_THREADS=2                        threads in each of them, one an architecture; 1 by default
     CUDA_HOME                             the CUDA toolkit; by default the one with the nvcc on the PATH

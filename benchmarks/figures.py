@@ -5,9 +5,11 @@ was measured in the same run. A peer has the same colour and mark in all figures
 and by the colour-blind.
 """
 
+import importlib
 import pathlib
 import re
 
+from benchmarks import tables
 from benchmarks.rows import RESULTS, read
 
 STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch of bars)
@@ -37,24 +39,26 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "bias fp32": ("with a bias in float32", "#bbbbbb", "h", "oo"),
     "bias with gradient": ("with a bias that has a gradient", "#666666", "s", "xx"),
     "mask": ("with a mask of bool", "#999999", "p", ".."),
-    "mask of keys": ("with a mask of keys", "#009e73", "<", "||"),
+    "mask of keys": ("with a mask of keys", "#a6761d", "<", "||"),
     "gather": ("this library, gathered keys", "#000000", "o", ""),
     "ulysses": ("this library, exchanged heads", "#666666", "s", "xx"),
     "gather silent": ("this library, gathered keys without transfers", "#999999", "p", ".."),
     "torch allgather": ("context_parallel of PyTorch", "#0072b2", "^", "//"),
     "torch": ("PyTorch", "#0072b2", "^", "//"),
-    "torch with gradient": ("PyTorch, with a gradient of the bias", "#56b4e9", "D", "--"),
+    "torch with gradient": ("PyTorch, with a gradient of the bias", "#003d66", "D", "--"),
     "torch efficient": ("memory-efficient attention of PyTorch", "#56b4e9", "D", "--"),
     "torch math": ("PyTorch, of single operations", "#009e73", "<", "||"),
     "torch cudnn": ("cuDNN, by PyTorch", "#d55e00", "v", "\\\\"),
     "torch flash": ("FlashAttention-2, by PyTorch", "#56b4e9", "D", "--"),
     "FlashAttention-3": ("FlashAttention-3", "#009e73", "<", "||"),
+    "FlashAttention-4": ("FlashAttention-4", "#cc79a7", ">", "++"),
     "torch.compile": ("torch.compile", "#009e73", "<", "||"),
     "triton": ("Triton, of this library", "#cc79a7", ">", "++"),
     "liger": ("Liger", "#e69f00", "P", "**"),
     "transformers": ("transformers", "#0072b2", "^", "//"),
     "transformers compiled": ("transformers, compiled", "#009e73", "<", "||"),
 }
+UNITS = {"tflops": "TFLOP/s", "gbps": "GB/s", "ms": "ms", "peak_mb": "MB"}
 ATTENTION = re.compile(r"(?P<batch>\d+)x(?P<heads>\d+)x(?P<x>\d+)x(?P<dim>\d+)(?P<causal> causal)?")
 NORM = re.compile(r"\d+x(?P<x>\d*0|1024|2048|4096|8192|16384|32768) (?P<kind>layer|rms)")
 COLUMNS = re.compile(r"(?:\d+x)+(?P<x>\d+)")
@@ -71,20 +75,18 @@ def _lines(file, panels, pattern, x, y):
             if row.op == op and match and all(groups.get(name) == value for name, value in wanted.items()):
                 lines.setdefault(row.provider, []).append((int(groups["x"]), getattr(row, y)))
         found.append((title, {provider: sorted(points) for provider, points in lines.items()}))
-    return "lines", found, x, {"tflops": "TFLOP/s", "gbps": "GB/s", "ms": "ms", "peak_mb": "MB"}[y]
+    return "lines", found, x, UNITS[y], rows[0]
 
 
-def _bars(file, panels, y, pattern="*"):
-    """[(title, {provider: {case: y}})] of the ops of the panels (title, op)."""
-    rows = read(RESULTS / f"{file}.csv", pattern)
+def _bars(file, panels, y):
+    """[(title, {provider: {case: y}})] of the ops of the panels (title, op); or of some cases, (title, op, glob)."""
     found = []
-    for title, op in panels:
-        bars = {}
+    for title, op, *glob in panels:
+        bars, rows = {}, read(RESULTS / f"{file}.csv", f"{op}/{glob[0] if glob else '*'}/*")
         for row in rows:
-            if row.op == op:
-                bars.setdefault(row.provider, {})[row.case] = getattr(row, y)
+            bars.setdefault(row.provider, {})[row.case] = getattr(row, y)
         found.append((title, bars))
-    return "bars", found, "", {"tflops": "TFLOP/s", "gbps": "GB/s", "ms": "ms"}[y]
+    return "bars", found, "", UNITS[y], rows[0]
 
 
 def _decode():
@@ -93,7 +95,32 @@ def _decode():
     for row in read(RESULTS / "flash_attn.csv", "flash_attn_decode/*"):
         case, page, size = row.case.partition(" page ")
         bars.setdefault(row.provider + page + size, {})[case] = row.gbps
-    return "bars", [("keys and values read per second", bars)], "", "GB/s"
+    return "bars", [("keys and values read per second", bars)], "", "GB/s", row
+
+
+def _serving():
+    """The share of each call's time that a copy of its keys, or a matmul of as many operations, takes."""
+    bars = {"flash_attn": {}, "FlashAttention-3": {}}
+    for name, ours, theirs in tables.serving():
+        bars["flash_attn"][name] = ours.share
+        bars["FlashAttention-3"][name] = ours.share * ours.ms / theirs.ms
+    panels = [("new tokens on keys, query / key heads of 128", bars)]
+    return "bars", panels, "", "time of a copy or a matmul / time of the call", ours
+
+
+def _scaling():
+    """What each GPU computes, where one sequence is divided among more and more of them."""
+    rows, panels = read(RESULTS / "context_parallel.csv"), []
+    for case in tables.DIVIDED:
+        if "64k" in case:  # which is between others
+            continue
+        lines = {}
+        for row in rows:
+            if row.case == case and row.provider != "gather silent":
+                lines.setdefault(row.provider, []).append((int(row.ranks), row.tflops))
+        (alone,) = lines["gather"][:1]  # on one GPU all are a plain call
+        panels.append((tables.DIVIDED[case], {name: [alone, *points[-2:]] for name, points in lines.items()}))
+    return "lines", panels, "GPUs", "TFLOP/s of each", rows[0]
 
 
 def _attention(dim, file="flash_attn"):
@@ -110,12 +137,26 @@ FIGURES = {  # name: (title, what is drawn)
     **{f"attention_{d}": (f"Attention, head dimension {d}, bf16", lambda d=d: _attention(d)) for d in (64, 128, 256)},
     **{
         f"peers_{d}": (
-            f"Attention beside FlashAttention-3, head dimension {d}, bf16",
+            f"Attention beside FlashAttention-3 and -4, head dimension {d}, bf16",
             lambda d=d: _attention(d, "flash_attn_peers"),
         )
         for d in (64, 128, 256)
     },
     "decode": ("Decoding a token, bf16: batch x heads x key heads x keys x head dimension", lambda: _decode()),
+    "serving": ("Calls of a server over pages of 16 tokens, bf16", lambda: _serving()),
+    "masks": (
+        "Masks, sinks and biases, bf16: batch x heads x tokens x head dimension",
+        lambda: _bars(
+            "flash_attn",
+            [
+                ("causal, with a sink and with the same mask as key ranges", "flash_attn_features", "1x* causal *"),
+                ("documents, packed and as key ranges of one row", "flash_attn_features", "1x* documents *"),
+                ("a bias, or a mask of bool, for each score", "flash_attn_features", "2x* bias *"),
+            ],
+            "tflops",
+        ),
+    ),
+    "scaling": ("Attention of one sequence on several GPUs, forward and backward, bf16", lambda: _scaling()),
     "memory": (
         "Memory of attention beyond its inputs",
         lambda: _lines(
@@ -187,16 +228,58 @@ FIGURES = {  # name: (title, what is drawn)
 }
 
 
+def _of_its_own(module, path):
+    """A figure that the module of its rows draws, which may need more packages."""
+    module = importlib.import_module(f"benchmarks.{module}")
+    return module.draw(path, module.read(RESULTS / f"{module.__name__.rpartition('.')[2]}.csv"))
+
+
+OTHERS = {  # name: how it is drawn
+    "training_loss": lambda path: _of_its_own("loss_curves", path),
+    "equal_bits": lambda path: _of_its_own("equal_bits", path),
+    "mask_shapes": lambda path: _mask_shapes(path),
+}
+
+
 def draw_all(folder: pathlib.Path) -> list[pathlib.Path]:
     """Write every figure to the folder; returns the files."""
-    from benchmarks import loss_curves  # which needs the packages of training
-
     folder.mkdir(parents=True, exist_ok=True)
     files = [_draw(folder / f"{name}.png", title, *make()) for name, (title, make) in FIGURES.items()]
-    return [*files, loss_curves.draw(folder / "training_loss.png", loss_curves.read(RESULTS / "loss_curves.csv"))]
+    return [*files, *(draw(folder / f"{name}.png") for name, draw in OTHERS.items())]
 
 
-def _draw(path, title, kind, panels, x, y):
+def _mask_shapes(path, size=24):
+    """Which keys each query sees, by the masks of `flash_attn.masks` and by flags."""
+    import torch
+    from matplotlib import pyplot
+
+    from flash_attn import masks
+
+    causal = torch.ones(size, size).tril().bool()
+    documents = masks.to_bool(masks.documents(torch.tensor([0, 5, 14, size]), size), size)[0, 0]
+    images = torch.full((1, size), -1)
+    images[0, 4:9], images[0, 14:20] = 0, 1
+    shapes = {
+        "causal=True": causal,
+        "window_size=(6, 0)": causal & torch.ones(size, size).triu(-6).bool(),
+        "attention_chunk=8": causal & masks.to_bool(masks.chunks(8, size), size)[0, 0],
+        "masks.documents": causal & documents,
+        "masks.prefix_lm": masks.to_bool(masks.prefix_lm(8, size), size)[0, 0],
+        "masks.image_groups": masks.to_bool(masks.image_groups(images), size)[0, 0],
+        "masks.sink_and_window": causal & masks.to_bool(masks.sink_and_window(2, (5, 0), size), size)[0, 0],
+    }
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(13, 2.5), layout="constrained")
+    for axis, (name, keep) in zip(axes, shapes.items(), strict=True):
+        axis.imshow(keep, cmap="Blues", vmin=0, vmax=1.4)
+        axis.set(xticks=[], yticks=[], xlabel="keys")
+        axis.set_title(name, fontsize=9)
+    axes[0].set_ylabel("queries")
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def _draw(path, title, kind, panels, x, y, row):
     import matplotlib
 
     matplotlib.use("Agg")
@@ -220,8 +303,7 @@ def _draw(path, title, kind, panels, x, y):
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     columns = 4 if max(map(len, handles)) <= 26 else 3
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
-    device = read(RESULTS / "flash_attn.csv")[0]
-    figure.suptitle(f"{title}\n{device.device}, PyTorch {device.torch}", fontsize=11)
+    figure.suptitle(f"{title}\n{row.device}, PyTorch {row.torch}", fontsize=11)
     figure.savefig(path, dpi=100, metadata={"Software": None})  # the same bytes for the same rows
     pyplot.close(figure)
     return path

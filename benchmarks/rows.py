@@ -11,7 +11,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def read(path: pathlib.Path, pattern: str = "*", providers: list[str] | None = None) -> list[types.SimpleNamespace]:
-    """The rows of a CSV file that match, of one device, the last of each case and provider, in the file's order."""
+    """The rows of a CSV file that match, of one device, the last of each case, provider and ranks, in its order."""
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         if "op" not in reader.fieldnames:
@@ -20,9 +20,8 @@ def read(path: pathlib.Path, pattern: str = "*", providers: list[str] | None = N
     rows = [row for row in rows if fnmatch.fnmatch(f"{row.op}/{row.case}/{row.dtype}", pattern)]
     rows = [row for row in rows if providers is None or row.provider in providers]
     devices = collections.Counter(row.device for row in rows).most_common(1)
-    return list(
-        {(row.op, row.case, row.dtype, row.provider): row for row in rows if row.device == devices[0][0]}.values()
-    )
+    rows = [row for row in rows if row.device == devices[0][0]]
+    return list({(row.op, row.case, row.dtype, row.provider, getattr(row, "ranks", 1)): row for row in rows}.values())
 
 
 def _value(text):

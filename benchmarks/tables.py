@@ -1,4 +1,4 @@
-"""The tables of numbers in README.md and docs/performance.md, made of the rows in benchmarks/results.
+"""The tables of numbers in README.md and the pages of docs/, made of the rows in benchmarks/results.
 
 They stand between two comments of a page, `<!-- rows: NAME -->` and `<!-- end of rows -->`. `python -m benchmarks.plot`
 writes them; a test compares. So no number in a page is typed by hand.
@@ -8,41 +8,160 @@ import csv
 import itertools
 import pathlib
 import re
+import statistics
 
 from benchmarks.rows import RESULTS, read
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs/performance.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/guides/context_parallel.md"]
 BLOCK = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 
 
 def _rows(file):
+    """{(op, case, provider): row} of a file."""
     return {(row.op, row.case, row.provider): row for row in read(RESULTS / f"{file}.csv")}
 
 
+_SERVING = {  # cases of serving.csv that pages show, and what they are called there
+    "P1 1x512on32768x64/8x128 pages 16": "one prompt: 512 on 32k, 64/8",
+    "P2 1x2048on32768x64/8x128 pages 16": "2048 on 32k, 64/8",
+    "P3 1x8192on32768x64/8x128 pages 16": "8192 on 32k, 64/8",
+    "P4 8x512on4096x32/8x128 pages 16": "8 prompts: 512 on 4k, 32/8",
+    "P5 16x128on16384x32/8x128 pages 16": "16 prompts: 128 on 16k, 32/8",
+    "S1 1x16on16384x32/8x128 pages 16": "draft tokens: 16 on 16k, 32/8",
+    "S2 1x16on65536x32/8x128 pages 16": "16 on 64k, 32/8",
+    "S3 8x16on65536x32/8x128 pages 16": "8 entries of 16 on 64k, 32/8",
+    "S4 8x32on65536x32/8x128 pages 16": "8 entries of 32 on 64k, 32/8",
+    "S5 64x4on4096x64/8x128 pages 16": "64 entries of 4 on 4k, 64/8",
+    "D9 32x1on16384x128/1x128 pages 16": "decoding with 128 heads on one key head, 32 entries on 16k",
+    "X1 4x512on4096+124x1on4096x32/8x128 pages 16": "4 prompts of 512 beside 124 single tokens, on 4k, 32/8",
+}
+DIVIDED = {  # cases of context_parallel.csv, and what they are called
+    "causal 32k 32/8 d128": "causal, 32,768 tokens",
+    "causal 64k 32/8 d128": "causal, 65,536 tokens",
+    "causal 128k 32/8 d128": "causal, 131,072 tokens",
+    "documents 256k 32/8 d128": "documents of 8,192 as a mean, 262,144 tokens",
+    "window 4096 256k 32/8 d128": "a window of 4,096, 262,144 tokens",
+}
 _ATTENTION = (("forward", "flash_attn_fwd"), ("backward", "flash_attn_bwd"))
+
+
+_PEERS = {"FlashAttention-3": "FlashAttention-3", "FlashAttention-4": "FlashAttention-4", "cuDNN": "torch cudnn"}
 
 
 def _attention():
     """Six rows: both directions at three head dimensions, causal, 8192 tokens."""
     rows = _rows("flash_attn_peers")
-    yield "causal attention of 2 x 8192 tokens, bf16", "this library", "FlashAttention-3", "cuDNN"
+    yield "causal attention of 2 x 8192 tokens, bf16", "this library", *_PEERS
     for direction, op in _ATTENTION:
         for heads, dim in ((32, 64), (16, 128), (8, 256)):
             yield f"{direction}, head dimension {dim}", *_of_peers(rows, op, f"2x{heads}x8192x{dim} causal")
 
 
 def _peers():
-    """All rows beside FlashAttention-3."""
+    """All rows beside FlashAttention-3 and -4."""
     rows = _rows("flash_attn_peers")
-    yield "batch x heads x seqlen x head dimension", "this library", "FlashAttention-3", "cuDNN"
+    yield "batch x heads x seqlen x head dimension", "this library", *_PEERS
     for direction, op in _ATTENTION:
-        for case in dict.fromkeys(case for found, case, _ in rows if found == op):
+        for case in _by_case(rows, op, "flash_attn"):
             yield f"{direction}, {case}", *_of_peers(rows, op, case)
 
 
 def _of_peers(rows, op, case):
-    return (f"{rows[op, case, name].tflops:.0f}" for name in ("flash_attn", "FlashAttention-3", "torch cudnn"))
+    found = (rows.get((op, case, name)) for name in ("flash_attn", *_PEERS.values()))
+    return (f"{row.tflops:.0f}" if row else "" for row in found)
+
+
+def _by_case(rows, op, *providers):
+    """Of the rows of an op, {case: that of the first of these providers that has one}."""
+    found = {}
+    for provider in reversed(providers):
+        found |= {case: row for (each, case, name), row in rows.items() if (each, name) == (op, provider)}
+    return found
+
+
+def _times_as_fast(ours, theirs):
+    """For each case that both have: by rates where rows have them, else by times."""
+    for case in ours.keys() & theirs.keys():
+        mine, other = ours[case], theirs[case]
+        rate = next((name for name in ("tflops", "gbps") if getattr(mine, name) and getattr(other, name)), None)
+        yield getattr(mine, rate) / getattr(other, rate) if rate else other.ms / mine.ms
+
+
+def _today():
+    """How many times as fast as a peer: the geometric mean, the lowest and the highest of the rows that both have."""
+    yield "H100, bf16", "beside", "times as fast, as a mean", "lowest", "highest", "rows"
+    for what, page, peer, ours, theirs in _beside_peers():
+        found = list(_times_as_fast(ours, theirs))
+        numbers = statistics.geometric_mean(found), min(found), max(found)
+        yield f"[{what}](docs/{page})", peer, *(f"{number:.2f}" for number in numbers), str(len(found))
+
+
+def _beside_peers():
+    """(what, the page that has its rows, the peer, our rows by case, theirs)"""
+    peers, h100, serving, models = map(_rows, ("flash_attn_peers", "flash_attn_h100", "serving", "models_h100"))
+    for direction, op in _ATTENTION:
+        ours = _by_case(peers, op, "flash_attn")
+        for peer, provider in _PEERS.items():
+            yield f"attention, {direction}", "performance.md#attention", peer, ours, _by_case(peers, op, provider)
+    for direction, op in (("forward", "flash_attn_packed_fwd"), ("backward", "flash_attn_packed_bwd")):
+        ours, theirs = _by_case(h100, op, "flash_attn"), _by_case(h100, op, "torch")
+        what = f"packed sequences, {direction}"
+        yield what, "performance.md#packed-sequences", "PyTorch's `varlen_attn`", ours, theirs
+    theirs = _by_case(peers, "serving", "FlashAttention-3")
+    for what, letters in (("decoding over pages", "D"), ("draft tokens", "S"), ("prompts and mixed batches", "PX")):
+        ours = {case: row for case, row in _served(serving).items() if case[0] in letters}
+        yield what, "performance.md#serving", "FlashAttention-3", ours, theirs
+    ours, theirs = (_by_case(models, "decode", name) for name in ("flash_attn", "transformers compiled"))
+    yield "a token of a model", "performance.md#linear-layers-blocks-models", "transformers, compiled", ours, theirs
+    ours, theirs = (
+        {case: rows[name] for case, rows in _divided(4).items() if name in rows}
+        for name in ("ulysses", "torch allgather")
+    )
+    yield (
+        "a sequence on 4 GPUs",
+        "guides/context_parallel.md#what-it-costs",
+        "PyTorch's `context_parallel`",
+        ours,
+        theirs,
+    )
+
+
+def _served(rows):
+    """Rows of servers' calls, {case: that of `flash_attn_varlen_func`, or of a cache where it has none}."""
+    return _by_case(rows, "serving", "varlen", "flash_attn")
+
+
+def serving():
+    """(what, our row, FlashAttention-3's) of calls of servers."""
+    ours, theirs = _served(_rows("serving")), _by_case(_rows("flash_attn_peers"), "serving", "FlashAttention-3")
+    return [(name, ours[case], theirs[case]) for case, name in _SERVING.items()]
+
+
+def _serving():
+    """Calls of servers beside what bounds them, a copy or a matmul, and FlashAttention-3."""
+    yield "new tokens on keys, query / key heads of 128", "us", "copy or matmul", "FlashAttention-3"
+    for name, ours, theirs in serving():
+        yield name, *(f"{ms * 1000:.0f}" for ms in (ours.ms, ours.ms * ours.share, theirs.ms))
+
+
+def _divided(ranks):
+    """{case: {provider: row}} of one sequence on this many GPUs."""
+    found = {}
+    for row in read(RESULTS / "context_parallel.csv"):
+        if row.ranks == ranks:
+            found.setdefault(row.case, {})[row.provider] = row
+    return found
+
+
+def _scaling():
+    """Attention of one sequence on several GPUs: the share of their time that one GPU would need."""
+    yield "row", "gather, 2 GPUs", "ulysses, 2", "gather, 4", "ulysses, 4", "torch's, 4: times as long as ulysses"
+    two, four = _divided(2), _divided(4)
+    for case, row in four.items():
+        shares = (f"{rows[case][name].efficiency:.2f}" for rows in (two, four) for name in ("gather", "ulysses"))
+        torch = row.get("torch allgather")
+        yield DIVIDED[case], *shares, f"{torch.ms / row['ulysses'].ms:.1f}" if torch else "-"
 
 
 def _features():
@@ -165,6 +284,7 @@ def _slower():
 
 
 TABLES = {
+    "today": _today,
     "attention": _attention,
     "peers": _peers,
     "packed": _packed,
@@ -172,6 +292,8 @@ TABLES = {
     "features": _features,
     "head_dims": _head_dims,
     "exact": _exact,
+    "serving": _serving,
+    "scaling": _scaling,
     "models": _models,
     "decoding": _decoding,
     "decoding_on_h100": _decoding_on_h100,

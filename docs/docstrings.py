@@ -1,11 +1,13 @@
-"""Docstrings as Markdown: examples become blocks of code, and papers links."""
+"""Docstrings as Markdown: examples become blocks, and papers links."""
 
 import re
 import textwrap
 
 import griffe
 
-EXAMPLE = re.compile(r"(?:^Example:\n)?((?:^[ ]*)>>> .*\n?(?:^[ ]*\S.*\n?)*)", re.MULTILINE)
+EXAMPLE = re.compile(
+    r"(?:^Example:\n)?((?:^[ ]*)>>> .*\n?(?:^[ ]*\S.*\n?)*)", re.MULTILINE
+)
 PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 
 
@@ -16,7 +18,9 @@ class Docstrings(griffe.Extension):
         if obj.docstring is None:
             return
         text = EXAMPLE.sub(_block, obj.docstring.value)
-        obj.docstring.value = PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+        obj.docstring.value = PAPER.sub(
+            r"[arXiv:\1](https://arxiv.org/abs/\1)", text
+        )
 
 
 def _block(match):

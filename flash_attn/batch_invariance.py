@@ -32,6 +32,7 @@ def set_batch_invariant(level: int) -> None:
     built before there were levels.
 
     Example:
+        >>> from flash_attn import set_batch_invariant
         >>> set_batch_invariant(1)
         >>> get_batch_invariant()
         1
@@ -41,7 +42,12 @@ def set_batch_invariant(level: int) -> None:
 
 
 def get_batch_invariant() -> int:
-    """The level of batch invariance in force: 0, 1 or 2. See `set_batch_invariant`."""
+    """The level of batch invariance in force: 0, 1 or 2. See `set_batch_invariant`.
+
+    >>> from flash_attn import get_batch_invariant
+    >>> get_batch_invariant()
+    0
+    """
     return invariance.level()
 
 
@@ -57,6 +63,7 @@ def batch_invariant(level: int = 1) -> Iterator[None]:
     Raises what that raises.
 
     Example:
+        >>> from flash_attn import batch_invariant
         >>> with batch_invariant(2):
         ...     get_batch_invariant()
         2

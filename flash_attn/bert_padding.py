@@ -29,6 +29,10 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
         input: (rows, ...), any dtype.
         indices: (m,) int64 or int32, within [0, rows); may repeat.
     Returns (m, ...). The gradient of a row that is taken several times is the sum over its copies.
+
+    >>> from flash_attn.bert_padding import index_first_axis
+    >>> index_first_axis(torch.arange(4), torch.tensor([2, 0])).tolist()
+    [2, 0]
     """
     _check_rows("input", input)
     _check_indices(indices, input)
@@ -46,6 +50,10 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
         indices: (m,) int64 or int32, within [0, first_axis_dim), distinct; else an arbitrary one of the rows is kept.
         first_axis_dim: number of rows of the result.
     Returns (first_axis_dim, ...).
+
+    >>> from flash_attn.bert_padding import index_put_first_axis
+    >>> index_put_first_axis(torch.tensor([5, 7]), torch.tensor([2, 0]), 4).tolist()
+    [7, 0, 5, 0]
     """
     _check_rows("values", values)
     _check_indices(indices, values)
@@ -137,6 +145,7 @@ def unpad_input(
         max_seqlen: int, the longest sequence. Reading it is the one synchronisation with the device.
         seqused: (batch,) int32, the number of tokens marked by attention_mask in each row.
     Example:
+        >>> from flash_attn.bert_padding import unpad_input
         >>> mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
         >>> packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(torch.randn(2, 4, 64), mask)
         >>> indices.tolist(), cu_seqlens.tolist(), max_seqlen
@@ -161,8 +170,12 @@ def unpad_input_for_concatenated_sequences(
             sequences, in order.
     Returns (hidden_states, indices, cu_seqlens, max_seqlen) as `unpad_input`, with cu_seqlens over all sequences of all
     rows: varlen attention on the result keeps them apart.
-    Example: rows `[[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]]` give cu_seqlens `[0, 2, 5, 11]`, indices
-    `[0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]` and max_seqlen 6.
+
+    >>> from flash_attn.bert_padding import unpad_input_for_concatenated_sequences
+    >>> lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    >>> _, indices, cu_seqlens, max_seqlen = unpad_input_for_concatenated_sequences(torch.randn(2, 6, 64), lengths)
+    >>> indices.tolist(), cu_seqlens.tolist(), max_seqlen
+    ([0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11], [0, 2, 5, 11], 6)
     """
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states, _INTEGERS)
     lengths = attention_mask_in_length
@@ -184,6 +197,10 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         indices: (total,) int64 or int32, positions in the flattened (batch * seqlen), as `unpad_input` returns them.
         batch, seqlen: sizes of the padded batch.
     Returns (batch, seqlen, ...).
+
+    >>> from flash_attn.bert_padding import pad_input
+    >>> pad_input(torch.tensor([5, 7, 9]), torch.tensor([0, 1, 3]), batch=2, seqlen=3).tolist()
+    [[5, 7, 0], [9, 0, 0]]
     """
     _check_rows("hidden_states", hidden_states)
     batch, seqlen = _check_size("batch", batch), _check_size("seqlen", seqlen)

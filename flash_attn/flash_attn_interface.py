@@ -1,10 +1,10 @@
 """Attention, as flash-attn 2.8 calls it: seven public functions, and the private ones that other packages call.
 
     from flash_attn import flash_attn_func
-    out = flash_attn_func(q, k, v, causal=True)          # (batch, seqlen, heads, head_dim)
+    out = flash_attn_func(q, k, v, causal=True)  # (batch, seqlen, heads, head_dim)
 
-docs/guides/attention.md has the formula that they compute, and what each argument means. The work is done in
-flash_attn/_ops/flash_attn.py. (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
+Each says in its docstring what it computes. The work is done in flash_attn/_ops/flash_attn.py. (Dao et al. 2022,
+arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
 """
 
 import inspect
@@ -83,13 +83,20 @@ def flash_attn_func(
     return_lse: bool = False,
     return_max_logit: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention of dense batches. docs/guides/attention.md says what is computed.
+    """Exact attention of dense batches, softmax(q k^T) v, forward and backward, in memory linear in the sequence.
+
+        from flash_attn import flash_attn_func
+
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
+
+    float16 and bfloat16 run in kernels on an NVIDIA GPU; float32, and everything on other devices, in plain PyTorch.
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim).
         k, v: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads: query head h uses head
-            h // (heads / heads_k). NaN or infinity in v may also spoil rows that do not see it: see
-            docs/guides/precision.md.
+            h // (heads / heads_k). NaN or infinity in v may spoil the same channel of rows that do not see it.
         dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
             1 - dropout_p. Pass 0 in evaluation.
         softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
@@ -100,7 +107,8 @@ def flash_attn_func(
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
             have no gradient and must not require one.
         deterministic: gradients are bitwise equal in every run.
-        return_attn_probs: also return softmax_lse and S_dmask.
+        return_attn_probs: also return softmax_lse and S_dmask, the weights and which of them dropout has dropped (by
+            their sign), which tests of dropout read; empty without dropout.
         learnable_sink: (heads,), the score of one extra key for each head, whose value is 0; or None.
         attn_bias: broadcasts to (batch, heads, seqlen_q, seqlen_k); numbers to add to the scores, or bool, where False
             hides a key; or None.
@@ -110,8 +118,6 @@ def flash_attn_func(
         seqused_q, seqused_k: int32 (batch,), how many rows and keys of each entry are used; None means all.
         return_lse: also return softmax_lse, float32 (batch, heads, seqlen_q), without S_dmask.
         return_max_logit: also return the largest score of each head, float32 (heads,).
-
-    docs/guides/attention.md says more about the arguments from return_attn_probs on.
 
     Returns:
         out, shaped like q, with the head_dim of v; or (out, softmax_lse, S_dmask). With return_lse (out, softmax_lse);
@@ -182,7 +188,15 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     return_max_logit: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_func` with keys and values in one tensor. Its gradient is packed in the same way.
+    """Exact attention, softmax(q k^T) v, with keys and values in one tensor, whose gradient is packed in the same way.
+
+        from flash_attn import flash_attn_kvpacked_func
+
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
+
+    The same as `flash_attn_func(q, kv[:, :, 0], kv[:, :, 1])`.
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim).
@@ -197,9 +211,17 @@ def flash_attn_kvpacked_func(
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
             have no gradient and must not require one.
         deterministic: gradients are bitwise equal in every run.
-        return_attn_probs: also return softmax_lse and S_dmask.
-        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: as
-            in `flash_attn_func`.
+        return_attn_probs: also return softmax_lse and S_dmask, the weights and which of them dropout has dropped (by
+            their sign), which tests of dropout read; empty without dropout.
+        learnable_sink: (heads,), the score of one extra key for each head, whose value is 0; or None.
+        attn_bias: broadcasts to (batch, heads, seqlen_q, seqlen_k); numbers to add to the scores, or bool, where False
+            hides a key; or None.
+        key_ranges: int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), the interval or two of keys that each row sees, as
+            `flash_attn.masks` builds them; or None.
+        attention_chunk: above 0, a row sees only the keys of its own chunk of that many positions.
+        seqused_q, seqused_k: int32 (batch,), how many rows and keys of each entry are used; None means all.
+        return_lse: also return softmax_lse, float32 (batch, heads, seqlen_q), without S_dmask.
+        return_max_logit: also return the largest score of each head, float32 (heads,).
 
     Returns:
         out, shaped like q; or (out, softmax_lse, S_dmask). With return_lse (out, softmax_lse); return_max_logit appends
@@ -256,7 +278,15 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     return_max_logit: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_func` with queries, keys and values in one tensor. Its gradient is packed in the same way.
+    """Exact attention, softmax(q k^T) v, with q, k and v in one tensor, whose gradient is packed in the same way.
+
+        from flash_attn import flash_attn_qkvpacked_func
+
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
+
+    The same as `flash_attn_func(*qkv.unbind(2))`, with one copy less where they come from one projection.
 
     Arguments:
         qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
@@ -270,9 +300,17 @@ def flash_attn_qkvpacked_func(
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
             have no gradient and must not require one.
         deterministic: gradients are bitwise equal in every run.
-        return_attn_probs: also return softmax_lse and S_dmask.
-        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: as
-            in `flash_attn_func`.
+        return_attn_probs: also return softmax_lse and S_dmask, the weights and which of them dropout has dropped (by
+            their sign), which tests of dropout read; empty without dropout.
+        learnable_sink: (heads,), the score of one extra key for each head, whose value is 0; or None.
+        attn_bias: broadcasts to (batch, heads, seqlen_q, seqlen_k); numbers to add to the scores, or bool, where False
+            hides a key; or None.
+        key_ranges: int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), the interval or two of keys that each row sees, as
+            `flash_attn.masks` builds them; or None.
+        attention_chunk: above 0, a row sees only the keys of its own chunk of that many positions.
+        seqused_q, seqused_k: int32 (batch,), how many rows and keys of each entry are used; None means all.
+        return_lse: also return softmax_lse, float32 (batch, heads, seqlen_q), without S_dmask.
+        return_max_logit: also return the largest score of each head, float32 (heads,).
 
     Returns:
         out (batch, seqlen, heads, head_dim); or (out, softmax_lse, S_dmask). With return_lse (out, softmax_lse);
@@ -345,7 +383,15 @@ def flash_attn_varlen_func(
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention of sequences of different lengths, concatenated without padding.
+    """Exact attention, softmax(q k^T) v, of packed sequences of different lengths, whose keys may be in pages.
+
+        from flash_attn import flash_attn_varlen_func
+
+    Each entry is a sequence that sees no other one.
+
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     Arguments:
         q: (total_q, heads, head_dim).
@@ -371,9 +417,17 @@ def flash_attn_varlen_func(
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
             have no gradient and must not require one.
         deterministic: gradients are bitwise equal in every run.
-        return_attn_probs: also return softmax_lse and S_dmask.
-        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: as
-            in `flash_attn_func`; docs/guides/attention.md has their shapes with variable length.
+        return_attn_probs: also return softmax_lse and S_dmask, the weights and which of them dropout has dropped (by
+            their sign), which tests of dropout read; empty without dropout.
+        learnable_sink: (heads,), the score of one extra key for each head, whose value is 0; or None.
+        attn_bias: broadcasts to (heads, total_q, max_seqlen_k), whose columns count from the first key of each entry;
+            numbers to add to the scores, or bool, where False hides a key; or None.
+        key_ranges: int32 (heads or 1, total_q, 2 or 4), the interval or two of keys that each row sees, counted from
+            the first key of its entry, as `flash_attn.masks` builds them; or None.
+        attention_chunk: above 0, a row sees only the keys of its own chunk of that many positions.
+        seqused_q, seqused_k: int32 (batch,), how many rows and keys of each entry are used; None means all.
+        return_lse: also return softmax_lse, float32 (heads, total_q), without S_dmask.
+        return_max_logit: also return the largest score of each head, float32 (heads,).
         out: a tensor like q, with the head_dim of v, to write the result to, and to return; its last dimension must be
             contiguous. It must share no memory with the inputs, and nothing may require grad. None makes a new one.
         return_softmax_lse: another name of return_lse.
@@ -504,12 +558,23 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
     return_max_logit: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_varlen_func` with keys and values in one tensor. Its gradient is packed in the same way.
+    """`flash_attn_varlen_func` with keys and values in one tensor, whose gradient is packed in the same way.
+
+        from flash_attn import flash_attn_varlen_kvpacked_func
+
+    Each entry is a sequence that sees no other one.
+
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     Arguments:
         q: (total_q, heads, head_dim).
         kv: (total_k, 2, heads_k, head_dim), keys first.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starting at 0: entry b has the tokens cu_seqlens[b] to
+            cu_seqlens[b + 1] - 1. Entries may be empty. Tokens after the last entry give 0.
+        max_seqlen_q, max_seqlen_k: int, 0-d integer tensor or None: an upper bound of the lengths; None and 0 mean that
+            none is known. A tensor is not read, except with dropout and return_attn_probs.
         dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
             1 - dropout_p. Pass 0 in evaluation.
         softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
@@ -520,9 +585,17 @@ def flash_attn_varlen_kvpacked_func(
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
             have no gradient and must not require one.
         deterministic: gradients are bitwise equal in every run.
-        return_attn_probs: also return softmax_lse and S_dmask.
-        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: as
-            in `flash_attn_func`; docs/guides/attention.md has their shapes with variable length.
+        return_attn_probs: also return softmax_lse and S_dmask, the weights and which of them dropout has dropped (by
+            their sign), which tests of dropout read; empty without dropout.
+        learnable_sink: (heads,), the score of one extra key for each head, whose value is 0; or None.
+        attn_bias: broadcasts to (heads, total_q, max_seqlen_k), whose columns count from the first key of each entry;
+            numbers to add to the scores, or bool, where False hides a key; or None.
+        key_ranges: int32 (heads or 1, total_q, 2 or 4), the interval or two of keys that each row sees, counted from
+            the first key of its entry, as `flash_attn.masks` builds them; or None.
+        attention_chunk: above 0, a row sees only the keys of its own chunk of that many positions.
+        seqused_q, seqused_k: int32 (batch,), how many rows and keys of each entry are used; None means all.
+        return_lse: also return softmax_lse, float32 (heads, total_q), without S_dmask.
+        return_max_logit: also return the largest score of each head, float32 (heads,).
 
     Returns:
         out, shaped like q, with the head_dim of v; or (out, softmax_lse, S_dmask), where softmax_lse is
@@ -590,7 +663,15 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
     return_max_logit: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_varlen_func` with queries, keys and values in one tensor. Its gradient is packed in the same way.
+    """`flash_attn_varlen_func` with q, k and v in one tensor, whose gradient is packed in the same way.
+
+        from flash_attn import flash_attn_varlen_qkvpacked_func
+
+    Each entry is a sequence that sees no other one.
+
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     Arguments:
         qkv: (total, 3, heads, head_dim): queries, keys, values.
@@ -606,9 +687,17 @@ def flash_attn_varlen_qkvpacked_func(
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
             have no gradient and must not require one.
         deterministic: gradients are bitwise equal in every run.
-        return_attn_probs: also return softmax_lse and S_dmask.
-        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: as
-            in `flash_attn_func`; docs/guides/attention.md has their shapes with variable length.
+        return_attn_probs: also return softmax_lse and S_dmask, the weights and which of them dropout has dropped (by
+            their sign), which tests of dropout read; empty without dropout.
+        learnable_sink: (heads,), the score of one extra key for each head, whose value is 0; or None.
+        attn_bias: broadcasts to (heads, total_q, max_seqlen_k), whose columns count from the first key of each entry;
+            numbers to add to the scores, or bool, where False hides a key; or None.
+        key_ranges: int32 (heads or 1, total_q, 2 or 4), the interval or two of keys that each row sees, counted from
+            the first key of its entry, as `flash_attn.masks` builds them; or None.
+        attention_chunk: above 0, a row sees only the keys of its own chunk of that many positions.
+        seqused_q, seqused_k: int32 (batch,), how many rows and keys of each entry are used; None means all.
+        return_lse: also return softmax_lse, float32 (heads, total_q), without S_dmask.
+        return_max_logit: also return the largest score of each head, float32 (heads,).
 
     Returns:
         out (total, heads, head_dim); or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total). With
@@ -688,7 +777,15 @@ def flash_attn_with_kvcache(
     k_descale: float | Tensor | None = None,
     v_descale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention of new queries over cached keys and values; appends new keys and values to the cache first.
+    """A step of decoding: appends new keys and values to a cache, in place, and attends to all of it.
+
+        from flash_attn import flash_attn_with_kvcache
+
+    It rotates new queries and keys first, if it is given rotary_cos.
+
+        s(i, j) = softmax_scale * <q[i], k[j]>, changed by softcap, alibi_slopes, attn_bias
+        lse[i] = log(sum_j exp(s(i, j))), over the keys of the cache that row i sees
+        out[i] = sum_j exp(s(i, j) - lse[i]) * v[j]
 
     Entry b of the batch uses row cache_batch_idx[b] (or b) of the cache; n = cache_seqlens[b] of its positions are
     filled. If k and v are given, they are written, in place, to positions n, n + 1, ... The keys attended to are
@@ -721,8 +818,13 @@ def flash_attn_with_kvcache(
         window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
         softcap: above 0, a score s becomes softcap * tanh(s / softcap).
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None.
-        learnable_sink, attn_bias, key_ranges, attention_chunk, return_max_logit: as in `flash_attn_func`, without a
-            gradient.
+        learnable_sink: (heads,), the score of one extra key for each head, whose value is 0; or None.
+        attn_bias: broadcasts to (batch, heads, seqlen_q, capacity); numbers to add to the scores, or bool, where False
+            hides a key; or None.
+        key_ranges: int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), the interval or two of keys that each row sees, as
+            `flash_attn.masks` builds them; or None.
+        attention_chunk: above 0, a row sees only the keys of its own chunk of that many positions.
+        return_max_logit: also return the largest score of each head, float32 (heads,).
         rotary_interleaved: rotate pairs (2t, 2t + 1) if true, which is the default here; else pairs
             (t, t + rotary_dim / 2), which is the default of `flash_attn.layers.rotary` and of the modules, and what
             GPT-NeoX and Llama mean.
@@ -870,6 +972,7 @@ def get_scheduler_metadata(
         int32 (1,).
 
     Example:
+        >>> from flash_attn.flash_attn_interface import get_scheduler_metadata
         >>> get_scheduler_metadata(2, 1, 512, 8, 4, 64, torch.tensor([3, 5], dtype=torch.int32))
         tensor([0], dtype=torch.int32)
     """

@@ -33,6 +33,7 @@ def flash_attn_func(
     Errors are those of `flash_attn.flash_attn_func`.
 
     Example:
+        >>> from flash_attn.flash_attn_triton import flash_attn_func
         >>> q, k, v = (torch.randn(2, 16, 4, 32) for _ in range(3))
         >>> flash_attn_func(q, k, v, torch.randn(4, 16, 16), True).shape
         torch.Size([2, 16, 4, 32])
@@ -61,6 +62,7 @@ def flash_attn_kvpacked_func(
         out, shaped like q.
 
     Example:
+        >>> from flash_attn.flash_attn_triton import flash_attn_kvpacked_func
         >>> q, kv = torch.randn(2, 16, 4, 32), torch.randn(2, 24, 2, 4, 32)
         >>> flash_attn_kvpacked_func(q, kv).shape
         torch.Size([2, 16, 4, 32])
@@ -89,6 +91,7 @@ def flash_attn_qkvpacked_func(
         out (batch, seqlen, heads, head_dim).
 
     Example:
+        >>> from flash_attn.flash_attn_triton import flash_attn_qkvpacked_func
         >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 4, 32), torch.randn(16, 16)).shape
         torch.Size([2, 16, 4, 32])
     """

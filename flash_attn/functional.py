@@ -39,6 +39,8 @@ def combine(
 ) -> tuple[Tensor, Tensor]:
     """Merge the results of attention over parts of the keys into the result over all of them.
 
+        from flash_attn.functional import combine
+
         lse = log sum_n exp lse_n;   out = sum_n exp(lse_n - lse) out_n
 
     If there is a learnable_sink, give it to the call for one part only: each lse that includes it would count it again.
@@ -116,6 +118,7 @@ def merge_attn_states(
         (out, lse). A row that sees no key of both has 0 and +inf.
 
     Example:
+        >>> from flash_attn.functional import merge_attn_states
         >>> from flash_attn import flash_attn_varlen_func
         >>> q, k, v = (torch.randn(8, 4, 16) for _ in range(3))
         >>> def attend(keys):
@@ -164,10 +167,16 @@ def merge_attn_states(
 
 @torch.no_grad()
 def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """The largest score of each row, without the sink; no gradient.
+    """The largest score of each row, max_j s(i, j), without the sink; no gradient.
+
+        from flash_attn.functional import row_max
 
     Arguments:
-        q, k, options: see the top of this module.
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads.
+        options: the arguments of `flash_attn.flash_attn_func` that change scores and masks: softmax_scale, causal,
+            window_size, softcap, alibi_slopes, learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q and
+            seqused_k.
 
     Returns:
         float32 (batch, heads, seqlen_q), -inf for a row without keys.
@@ -184,8 +193,14 @@ def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The largest score m of each row, and the sum of exp(s - m) over its keys and the sink if there is one.
 
+        from flash_attn.functional import row_max_and_sum
+
     Arguments:
-        q, k, options: see the top of this module.
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads.
+        options: the arguments of `flash_attn.flash_attn_func` that change scores and masks: softmax_scale, causal,
+            window_size, softcap, alibi_slopes, learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q and
+            seqused_k.
 
     Returns:
         Two float32 tensors (batch, heads, seqlen_q) without a gradient; -inf and 0 for a row without keys.
@@ -206,10 +221,16 @@ def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tenso
 def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None = None, **options: Any) -> Tensor:
     """The weight of every key in every row, exp(s - lse): normalised, without dropout and without a gradient.
 
+        from flash_attn.functional import weights
+
     For inspection: memory grows with seqlen_q * seqlen_k. With a sink, rows sum to less than 1: the sink has the rest.
 
     Arguments:
-        q, k, options: see the top of this module.
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads.
+        options: the arguments of `flash_attn.flash_attn_func` that change scores and masks: softmax_scale, causal,
+            window_size, softcap, alibi_slopes, learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q and
+            seqused_k.
         softmax_lse: float32 (batch, heads, seqlen_q), as a call with the same options returned it; None computes it.
 
     Returns:
@@ -225,14 +246,20 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None = None, **options: 
 
 @torch.no_grad()
 def column_sums(q: Tensor, k: Tensor, last_rows: int | None = None, **options: Any) -> Tensor:
-    """The weight that each key receives, summed over all rows or the last ones, without a gradient.
+    """The weight that each key receives, sum_i exp(s(i, j) - lse(i)), over all rows or the last ones; no gradient.
+
+        from flash_attn.functional import column_sums
 
     A measure of importance by which caches evict keys (H2O, arXiv:2306.14048; SnapKV, arXiv:2404.14469). It is computed
     as the gradient of softmax_lse with respect to a bias for each key, so by the backward's kernels. With an attn_bias
     that differs from row to row, it also takes memory for float32 (batch, heads, seqlen_q, seqlen_k).
 
     Arguments:
-        q, k, options: see the top of this module.
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads.
+        options: the arguments of `flash_attn.flash_attn_func` that change scores and masks: softmax_scale, causal,
+            window_size, softcap, alibi_slopes, learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q and
+            seqused_k.
         last_rows: how many rows at the end are summed, of the used ones with seqused_q; None means all.
 
     Returns:
@@ -278,6 +305,7 @@ def entropy(
         float32 (batch, heads, seqlen_q), at least 0; 0 for a row without keys.
 
     Example:
+        >>> from flash_attn.functional import entropy
         >>> q, k = torch.zeros(1, 4, 2, 16), torch.randn(1, 4, 2, 16)
         >>> entropy(q, k, causal=True)[0, 0].exp()
         tensor([1., 2., 3., 4.])

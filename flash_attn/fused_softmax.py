@@ -32,6 +32,7 @@ def scaled_upper_triang_masked_softmax(inputs: torch.Tensor, _: None, scale: flo
 
     Returns a tensor like inputs. Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.fused_softmax import scaled_upper_triang_masked_softmax
     >>> scaled_upper_triang_masked_softmax(torch.zeros(1, 1, 3, 3), None, 1.0)[0, 0, 1]
     tensor([0.5000, 0.5000, 0.0000])
     """
@@ -51,6 +52,7 @@ def scaled_masked_softmax(inputs: torch.Tensor, mask: torch.Tensor | None, scale
 
     Returns a tensor like inputs. Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.fused_softmax import scaled_masked_softmax
     >>> scaled_masked_softmax(torch.zeros(1, 1, 1, 3), torch.tensor([[[[False, True, False]]]]), 1.0)
     tensor([[[[0.5000, 0.0000, 0.5000]]]])
     """

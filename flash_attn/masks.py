@@ -47,6 +47,7 @@ def documents(cu_seqlens: Tensor, seqlen: int) -> Tensor:
         int32 (batch or 1, 1, seqlen, 2).
 
     Example:
+        >>> from flash_attn.masks import documents
         >>> documents(torch.tensor([0, 2, 5]), 6)[0, 0].tolist()
         [[0, 2], [0, 2], [2, 5], [2, 5], [2, 5], [0, 0]]
     """
@@ -78,6 +79,7 @@ def document_ids(ids: Tensor) -> Tensor:
         int32 (batch or 1, 1, seqlen, 2).
 
     Example:
+        >>> from flash_attn.masks import document_ids
         >>> document_ids(torch.tensor([7, 7, 3, -1]))[0, 0].tolist()
         [[0, 2], [0, 2], [2, 3], [0, 0]]
     """
@@ -101,6 +103,7 @@ def prefix_lm(
         int32 (batch or 1, 1, seqlen_q, 2).
 
     Example:
+        >>> from flash_attn.masks import prefix_lm
         >>> prefix_lm(2, 4)[0, 0].tolist()
         [[0, 2], [0, 2], [0, 3], [0, 4]]
     """
@@ -131,6 +134,7 @@ def image_groups(ids: Tensor, window: int = -1) -> Tensor:
         int32 (batch or 1, 1, seqlen, 2).
 
     Example:
+        >>> from flash_attn.masks import image_groups
         >>> image_groups(torch.tensor([-1, 0, 0, -1]))[0, 0].tolist()
         [[0, 1], [0, 3], [0, 3], [0, 4]]
     """
@@ -155,6 +159,7 @@ def chunks(size: int, seqlen_q: int, seqlen_k: int | None = None, device: torch.
         int32 (1, 1, seqlen_q, 2).
 
     Example:
+        >>> from flash_attn.masks import chunks
         >>> chunks(2, 3)[0, 0].tolist()
         [[0, 2], [0, 2], [2, 4]]
     """
@@ -183,6 +188,7 @@ def sink_and_window(
         int32 (1, 1, seqlen_q, 4).
 
     Example:
+        >>> from flash_attn.masks import sink_and_window
         >>> sink_and_window(1, (1, 0), 4)[0, 0].tolist()
         [[0, 1, 0, 1], [0, 1, 0, 2], [0, 1, 1, 3], [0, 1, 2, 4]]
     """
@@ -202,6 +208,7 @@ def top_left_causal(seqlen_q: int, device: torch.device | str | None = None) -> 
         int32 (1, 1, seqlen_q, 2).
 
     Example:
+        >>> from flash_attn.masks import top_left_causal
         >>> top_left_causal(3)[0, 0].tolist()
         [[0, 1], [0, 2], [0, 3]]
     """
@@ -217,6 +224,7 @@ def to_bool(key_ranges: Tensor, seqlen_k: int) -> Tensor:
         seqlen_k: the number of keys.
 
     Example:
+        >>> from flash_attn.masks import to_bool
         >>> to_bool(top_left_causal(2), 3)[0, 0].tolist()
         [[True, False, False], [True, True, False]]
     """
@@ -241,6 +249,7 @@ def from_bool(keep: Tensor) -> Tensor | None:
         int32 (.., 2), or (.., 4) if some row sees two ranges; or None.
 
     Example:
+        >>> from flash_attn.masks import from_bool
         >>> from_bool(torch.tensor([[True, True, False, True], [False, True, True, False]])).tolist()
         [[0, 2, 3, 4], [1, 3, 3, 3]]
     """

@@ -28,6 +28,7 @@ def use_exact_gradients(mode: bool = True) -> None:
         mode: true for exact gradients. A process starts with False.
 
     Example:
+        >>> from flash_attn.precision import use_exact_gradients
         >>> use_exact_gradients()
         >>> uses_exact_gradients()
         True

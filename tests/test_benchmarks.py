@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import counts, figures, harness, kernels, plot, power, rerun, rows, tables, trees, units
+from benchmarks import counts, equal_bits, figures, harness, kernels, plot, power, rerun, rows, tables, trees, units
 
 FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
 
@@ -262,10 +262,10 @@ def test_every_row_has_one_measurement_and_a_style():
 
 def test_every_figure_has_a_plot_with_lines_in_all_panels():
     plots = {path.stem for path in (RESULTS.parents[1] / "docs/plots").glob("*.png")}
-    assert plots == figures.FIGURES.keys() | {"training_loss"}
+    assert plots == figures.FIGURES.keys() | figures.OTHERS.keys()
     for name, (_, make) in figures.FIGURES.items():
-        _, panels, _, _ = make()
-        assert panels and all("flash_attn" in series or "portable" in series for _, series in panels), name
+        _, panels, *_ = make()
+        assert panels and all({"flash_attn", "portable", "gather"} & series.keys() for _, series in panels), name
 
 
 def test_all_figures_can_be_drawn(tmp_path):
@@ -274,6 +274,24 @@ def test_all_figures_can_be_drawn(tmp_path):
     assert figures._draw(tmp_path / f"{name}.png", title, *make()).stat().st_size > 0
     title, make = figures.FIGURES["blocks"]
     assert figures._draw(tmp_path / "blocks.png", title, *make()).stat().st_size > 0
+
+
+def test_equal_bits(tmp_path, monkeypatch, capsys):
+    """Without training, and few tokens: at level 2 sampler and trainer agree, which the plot says."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(equal_bits, "TOKENS", 3)
+    file = tmp_path / "rows.csv"
+    small = ("--device=cpu", "--steps=1", "--dim=64", "--layers=1", f"--csv={file}")
+    monkeypatch.setattr(sys, "argv", ["", *small])
+    equal_bits.main()
+    assert "level 2: at most 0 nats apart, 0 of 3 tokens differ" in capsys.readouterr().out
+    assert equal_bits.draw(tmp_path / "plot.png", equal_bits.read(file)).stat().st_size > 0
+
+
+def test_rows_of_equal_bits_are_equal_at_level_2_alone():
+    rows = equal_bits.read(RESULTS / "equal_bits.csv")
+    apart = {level: {row["sampler"] == row["trainer"] for row in rows if row["level"] == level} for level in (0, 2)}
+    assert False in apart[0] and apart[2] == {True}
 
 
 def test_rows_that_have_moved():

@@ -71,6 +71,14 @@ def test_families_of_models():
     assert listed == expected
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_code_is_narrow(page):
+    """At the width of an ordinary window a block of 78 columns has no scroll bar."""
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for kind, block in blocks if kind != "pipeline" for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 78] == []
+
+
 def test_files_that_pages_name_are_there():
     """Paths in `backticks` with a folder of the repository in front, also with a star."""
     folders = "benchmarks|compat|csrc|docs|examples|extras|flash_attn|tests|training"

@@ -617,7 +617,7 @@ def test_sdist_makes_the_same_wheel(sdist, wheel, tmp_path):
 
 
 def test_what_repeats_the_makefile_and_the_version():
-    """Workflows and pages run targets that there are, with the extras that there are; the citation has the version."""
+    """Workflows and pages run targets that there are, with extras that there are; a release names one version."""
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
     targets = set(re.findall(r"^([\w-]+):.*## ", makefile, re.MULTILINE))
     pages = [
@@ -633,3 +633,4 @@ def test_what_repeats_the_makefile_and_the_version():
     assert all(re.search(rf"^{name} = \[", project, re.MULTILINE) for name in extras)
     version = re.search(r'__version__ = "(.+)"', (ROOT / "flash_attn/__init__.py").read_text())[1]
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()

@@ -12,8 +12,10 @@ What is computed, the shapes and the errors are those of `flash_attn.flash_attn_
   sinks: where sequences are packed and with a cache, both names are taken.
 - pack_gqa, sm_margin and scheduler_metadata change nothing, and num_splits only matters with a cache and where
   sequences are packed.
-- qv, q_descale, k_descale and v_descale (fp8) and rotary_seqlens must be None, only_qv False, and cu_seqlens_k_new must
-  be None where keys are appended: anything else raises a NotImplementedError that names it.
+- Keys and values may be in float8_e4m3fn with a cache and where sequences are packed; float8 of dense batches is a
+  TypeError.
+- qv and rotary_seqlens must be None, only_qv False, and cu_seqlens_k_new must be None where keys are appended: anything
+  else raises a NotImplementedError that names it.
 
 Any head_dim, GPU and CPU that `flash_attn` serves will do.
 """
@@ -78,7 +80,13 @@ def flash_attn_func(
     *,
     s_aux: Tensor | None = None,
 ) -> Result:
-    """`flash_attn.flash_attn_func` by FlashAttention-3's arguments, which the top of this module explains.
+    """`flash_attn.flash_attn_func` by FlashAttention-3's arguments.
+
+        from flash_attn_interface import flash_attn_func
+
+    softmax_lse is -inf where a row sees no key. s_aux (heads,) is `learnable_sink`. num_splits, pack_gqa and sm_margin
+    change nothing. qv must be None: else a NotImplementedError names it. Tensors in float8 are a TypeError. All else is
+    as in `flash_attn.flash_attn_func`.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim of v); with return_attn_probs (out, softmax_lse).
@@ -140,7 +148,14 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     only_qv: bool = False,
 ) -> Result:
-    """`flash_attn.flash_attn_varlen_func` by FlashAttention-3's arguments, which the top of this module explains.
+    """`flash_attn.flash_attn_varlen_func` by FlashAttention-3's arguments.
+
+        from flash_attn_interface import flash_attn_varlen_func
+
+    softmax_lse is -inf where a row sees no key. page_table is `block_table`; s_aux or sinks, (heads,), is
+    `learnable_sink`. pack_gqa, sm_margin and scheduler_metadata change nothing. k and v may be in float8_e4m3fn, with
+    k_descale and v_descale. qv must be None, and only_qv False: else a NotImplementedError names them. All else is as
+    in `flash_attn.flash_attn_varlen_func`.
 
     Arguments:
         page_table: int32 (batch, pages of an entry); k and v are then (num_pages, page_size, heads_k, head_dim), and
@@ -288,7 +303,14 @@ def flash_attn_with_kvcache(
     out: Tensor | None = None,
     only_qv: bool = False,
 ) -> Result:
-    """`flash_attn.flash_attn_with_kvcache` by FlashAttention-3's arguments, which the top of this module explains.
+    """`flash_attn.flash_attn_with_kvcache` by FlashAttention-3's arguments.
+
+        from flash_attn_interface import flash_attn_with_kvcache
+
+    softmax_lse is -inf where a row sees no key. page_table is `block_table`; s_aux or sinks, (heads,), is
+    `learnable_sink`. pack_gqa, sm_margin and scheduler_metadata change nothing. Caches may be in float8_e4m3fn, with
+    k_descale and v_descale. qv, rotary_seqlens, and cu_seqlens_k_new where keys are appended, must be None, and only_qv
+    False: else a NotImplementedError names them. All else is as in `flash_attn.flash_attn_with_kvcache`.
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim); or packed, (total_q, heads, head_dim) with cu_seqlens_q (batch + 1,).

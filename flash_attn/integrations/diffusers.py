@@ -38,6 +38,7 @@ def register(name: str = "fused_attention") -> str:
         ValueError: name is not lower-case, or taken.
 
     Example:
+        >>> from flash_attn.integrations.diffusers import register
         >>> name = register()                                                              # doctest: +SKIP
         >>> pipeline.transformer.set_attention_backend(name)                               # doctest: +SKIP
     """

@@ -37,6 +37,7 @@ def register(name: str = "fused_attention") -> str:
         ValueError: name is taken.
 
     Example:
+        >>> from flash_attn.integrations.torch import register
         >>> name = register()
         >>> name in torch.nn.attention.list_flash_attention_impls()
         True

@@ -58,6 +58,7 @@ def register(name: str = "fused_attention") -> str:
         ValueError: name has "flash" in it, or is one of transformers' own.
 
     Example:
+        >>> from flash_attn.integrations.transformers import register
         >>> name = register()
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> config = LlamaConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)

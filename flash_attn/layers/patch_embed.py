@@ -26,6 +26,10 @@ class PatchEmbed(nn.Module):
 
     A patch is the vector of its pixels in the order (channel, row, column), so the kernel of the equivalent convolution
     is proj.weight, (embed_dim, in_chans * patch height * patch width), reshaped.
+
+    >>> from flash_attn.layers.patch_embed import PatchEmbed
+    >>> PatchEmbed(img_size=32, patch_size=8)(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 16, 768])
     """
 
     def __init__(

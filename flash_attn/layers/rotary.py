@@ -91,6 +91,7 @@ def apply_rotary_emb(
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.layers.rotary import apply_rotary_emb
     >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
     >>> apply_rotary_emb(torch.randn(2, 16, 4, 64), angles.cos(), angles.sin()).shape
     torch.Size([2, 16, 4, 64])
@@ -131,6 +132,12 @@ def apply_rotary_emb_qkv_(
     neighbours in memory and share their tables are rotated in one call.
 
     Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> from flash_attn.layers.rotary import apply_rotary_emb_qkv_
+    >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
+    >>> qkv = apply_rotary_emb_qkv_(torch.randn(2, 16, 3, 4, 64), angles.cos(), angles.sin())
+    >>> qkv.shape
+    torch.Size([2, 16, 3, 4, 64])
     """
     separate = _check_packed(qkv, num_heads_q, cu_seqlens)
     if (cos_k is None) != (sin_k is None):
@@ -147,6 +154,11 @@ def apply_rotary_emb_kv_(
 
     The other arguments and the errors are the same as in `apply_rotary_emb`. Returns the rotated tensor, in the memory
     of kv; use it afterwards instead of kv.
+
+    >>> from flash_attn.layers.rotary import apply_rotary_emb_kv_
+    >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
+    >>> apply_rotary_emb_kv_(torch.randn(2, 16, 2, 4, 64), angles.cos(), angles.sin()).shape
+    torch.Size([2, 16, 2, 4, 64])
     """
     checks.tensor("kv", kv, shape=(None, None, 2, None, None))
     return _rotate_in_place(_KEYS_AND_VALUES, kv, (cos, sin), interleaved, seqlen_offsets)
@@ -196,6 +208,10 @@ class RotaryEmbedding(torch.nn.Module):
     buffers, and `_update_cos_sin_cache`, which makes the tables.
 
     Raises TypeError or ValueError for arguments that do not fit.
+
+    >>> from flash_attn.layers.rotary import RotaryEmbedding
+    >>> RotaryEmbedding(64)(torch.randn(2, 16, 3, 4, 64)).shape
+    torch.Size([2, 16, 3, 4, 64])
     """
 
     inv_freq: Tensor

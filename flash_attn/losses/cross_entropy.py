@@ -13,7 +13,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropyLoss(torch.nn.Module):
-    """Cross entropy of logits (rows, vocab) and labels (rows,), computed in float32.
+    """Cross entropy of logits (rows, vocab) and labels (rows,), lse(logits) - logits[label], computed in float32.
 
     Arguments:
         ignore_index: the label of rows that do not count. Rows whose label is no class do not count either.
@@ -31,6 +31,10 @@ class CrossEntropyLoss(torch.nn.Module):
             Choose False for a loss without a backward, or whose scale changes in every step.
 
     Raises ValueError for an unknown reduction, and what cross_entropy_loss raises.
+
+    >>> from flash_attn.losses.cross_entropy import CrossEntropyLoss
+    >>> logits, labels = torch.randn(8, 1000, requires_grad=True), torch.randint(1000, (8,))
+    >>> CrossEntropyLoss()(logits, labels).backward()
     """
 
     def __init__(

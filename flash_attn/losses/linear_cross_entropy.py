@@ -79,6 +79,7 @@ def linear_cross_entropy(
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
     >>> hidden, weight = torch.randn(2, 5, 64), torch.randn(1000, 64)
     >>> labels = torch.randint(1000, (2, 5))
     >>> linear_cross_entropy(hidden, weight, labels).shape
@@ -124,6 +125,7 @@ def linear_cross_entropy(
 class LinearCrossEntropyLoss(torch.nn.Module):
     """`linear_cross_entropy` as a module, with its options.
 
+    >>> from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
     >>> loss_fn = LinearCrossEntropyLoss(label_smoothing=0.1)
     >>> loss_fn(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,))).shape
     torch.Size([])
@@ -214,6 +216,7 @@ def cross_entropy_of_logits(
     Returns the loss, a float32 scalar, or of the shape of labels with reduction="none"; or (loss, z_loss). Raises
     TypeError or ValueError for arguments that do not fit.
 
+    >>> from flash_attn.losses.linear_cross_entropy import cross_entropy_of_logits
     >>> cross_entropy_of_logits(torch.randn(2, 5, 1000), torch.randint(1000, (2, 5))).shape
     torch.Size([])
     """

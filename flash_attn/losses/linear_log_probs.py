@@ -75,6 +75,7 @@ def linear_log_probs(
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.losses.linear_log_probs import linear_log_probs
     >>> hidden, weight = torch.randn(2, 5, 64, requires_grad=True), torch.randn(1000, 64, requires_grad=True)
     >>> log_probs, entropy, lse = linear_log_probs(hidden, weight, torch.randint(1000, (2, 5)), temperature=0.7)
     >>> (log_probs.mean() + 0.01 * entropy.mean()).backward()

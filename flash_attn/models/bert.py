@@ -445,10 +445,11 @@ class BertModel(BertPreTrainedModel):
     """BERT without heads.
 
     Arguments:
-        config: see the top of this module. Its vocab_size is rounded up to a multiple of pad_vocab_size_multiple, in
-            place, and the original is kept as orig_vocab_size.
+        config: transformers' `BertConfig`, or any object with its fields. Its vocab_size is rounded up to a multiple of
+            pad_vocab_size_multiple, in place, and the original is kept as orig_vocab_size.
         add_pooling_layer: whether there is a `BertPooler`.
 
+    >>> from flash_attn.models.bert import BertModel
     >>> from transformers import BertConfig
     >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
     ...                     intermediate_size=128)

@@ -278,6 +278,7 @@ def create_block(
         process_group: the processes that the layer is divided over, or None.
         device, dtype: of its parameters.
 
+    >>> from flash_attn.models.gpt import create_block
     >>> from transformers import GPT2Config
     >>> block = create_block(GPT2Config(n_embd=64, n_head=4), layer_idx=0)
     >>> hidden_states, residual = block(torch.randn(2, 5, 64))
@@ -515,6 +516,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
             config.sequence_parallel, also divide the tokens between attention and MLP.
         device, dtype: of the parameters.
 
+    >>> from flash_attn.models.gpt import GPTModel
     >>> from transformers import GPT2Config
     >>> model = GPTModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100))
     >>> model(torch.randint(100, (2, 5))).shape
@@ -840,6 +842,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     a layer in the place of one, as an adapter or an nn.Linear of yours, is left alone, and `save_pretrained` then
     writes two tensors, and tie_word_embeddings as false. Entries of `state_dict` have memory of their own.
 
+    >>> from flash_attn.models.gpt import GPTLMHeadModel
     >>> from transformers import GPT2Config
     >>> model = GPTLMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100))
     >>> tokens = torch.randint(100, (2, 5))

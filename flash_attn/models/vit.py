@@ -184,6 +184,7 @@ class VisionTransformer(LayerStack, TrainerMethods):
         global_pool, init_values, class_token, pre_norm, fc_norm, weight_init: other variants of timm's; ValueError for
             all but the defaults.
 
+    >>> from flash_attn.models.vit import VisionTransformer
     >>> model = VisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=4, num_classes=10)
     >>> model(torch.randn(2, 3, 32, 32)).shape
     torch.Size([2, 10])

@@ -25,6 +25,7 @@ class StochasticDepth(nn.Module):
 
     The others are divided by 1 - p. Raises ValueError for a p that is not from 0 to 1.
 
+    >>> from flash_attn.modules.block import StochasticDepth
     >>> StochasticDepth(0.5).eval()(torch.ones(2))
     tensor([1., 1.])
     """
@@ -75,6 +76,7 @@ class Block(nn.Module):
     Raises TypeError for norms and dropouts that cannot be fused, and for a module in place of what makes one, and
     ValueError for options that do not fit together.
 
+    >>> from flash_attn.modules.block import Block
     >>> hidden_states, residual = Block(128)(torch.randn(2, 16, 128))
     """
 
@@ -212,6 +214,7 @@ class ParallelBlock(nn.Module):
         resid_dropout1, resid_dropout2: probabilities of dropout, of the mixer's output and of the MLP's.
         The others are those of `Block`.
 
+    >>> from flash_attn.modules.block import ParallelBlock
     >>> hidden_states1, hidden_states2, residual = ParallelBlock(128)(torch.randn(2, 16, 128))
     """
 

@@ -29,6 +29,7 @@ class GPT2Embeddings(nn.Module):
         word_embed_proj_dim: features of the word embeddings if these are fewer than embed_dim; project_in then maps
             them to embed_dim (as in OPT-350m).
 
+    >>> from flash_attn.modules.embedding import GPT2Embeddings
     >>> GPT2Embeddings(64, 1000, 128)(torch.randint(1000, (2, 16))).shape
     torch.Size([2, 16, 64])
     """
@@ -86,6 +87,7 @@ class BertEmbeddings(nn.Module):
         type_vocab_size: number of token types; without their embeddings if 0 or less.
         The others are those of `GPT2Embeddings`.
 
+    >>> from flash_attn.modules.embedding import BertEmbeddings
     >>> BertEmbeddings(64, 1000, 128, 2)(torch.randint(1000, (2, 16))).shape
     torch.Size([2, 16, 64])
     """

@@ -83,6 +83,7 @@ class _Gated(_TwoLayers):
 class Mlp(_TwoLayers):
     """y = fc2(activation(fc1(x))).
 
+    >>> from flash_attn.modules.mlp import Mlp
     >>> Mlp(64)(torch.randn(2, 64)).shape
     torch.Size([2, 64])
 
@@ -152,6 +153,7 @@ class ParallelMLP(_TwoLayers):
 class GatedMlp(_Gated):
     """y = fc2(value * activation(gate)), where fc1(x) is value and gate, in this order (GLU, arXiv:2002.05202).
 
+    >>> from flash_attn.modules.mlp import GatedMlp
     >>> GatedMlp(64, activation=F.silu)(torch.randn(2, 64)).shape
     torch.Size([2, 64])
 

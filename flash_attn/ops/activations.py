@@ -18,6 +18,7 @@ _GELU = "gelu_approx"
 def bias_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Returns gelu(y + bias) in the dtype of y; y (..., features), bias (features,), in the same or another dtype.
 
+    >>> from flash_attn.ops.activations import bias_gelu
     >>> bias_gelu(torch.randn(8, 64), torch.zeros(64)).shape
     torch.Size([8, 64])
     """
@@ -85,6 +86,7 @@ def swiglu_bwd(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> tuple[torch
 def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """silu(x) * y, elementwise for x and y of one shape. Differentiable (Shazeer, arXiv:2002.05202).
 
+    >>> from flash_attn.ops.activations import swiglu
     >>> gate, value = torch.randn(2, 5, 128, requires_grad=True).chunk(2, dim=-1)
     >>> swiglu(gate, value).sum().backward()
     """
@@ -96,6 +98,7 @@ def swiglu_of_halves(x: torch.Tensor) -> torch.Tensor:
 
     x is fp32, fp16 or bf16; the result (..., features) has its dtype. Raises ValueError if the last dimension is odd.
 
+    >>> from flash_attn.ops.activations import swiglu_of_halves
     >>> swiglu_of_halves(torch.randn(2, 5, 256)).shape
     torch.Size([2, 5, 128])
     """

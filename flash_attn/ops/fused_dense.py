@@ -70,6 +70,7 @@ def fused_dense_func(
 
     Returns (..., out_features), with the first dimension of the gathered x; or a tuple of it and x.
 
+    >>> from flash_attn.ops.fused_dense import fused_dense_func
     >>> x, weight = torch.randn(2, 5, 64), torch.randn(128, 64)
     >>> fused_dense_func(x, weight, torch.zeros(128)).shape
     torch.Size([2, 5, 128])
@@ -117,6 +118,7 @@ def fused_mlp_func(
 
     Returns (..., out_features), or a tuple of it and x.
 
+    >>> from flash_attn.ops.fused_dense import fused_mlp_func
     >>> x, weight1, weight2 = torch.randn(2, 5, 64), torch.randn(256, 64), torch.randn(64, 256)
     >>> fused_mlp_func(x, weight1, weight2, activation="relu").shape
     torch.Size([2, 5, 64])
@@ -219,6 +221,7 @@ class FewRowsLinear(nn.Linear):
     Some tools, such as torch.ao.quantization.quantize_dynamic, skip every module that is not exactly an `nn.Linear`.
     This class adds no state, so a layer can be turned into an `nn.Linear` by an assignment:
 
+    >>> from flash_attn.ops.fused_dense import FewRowsLinear
     >>> layer = FewRowsLinear(1024, 4096)
     >>> layer(torch.randn(2, 1, 1024)).shape
     torch.Size([2, 1, 4096])
@@ -246,6 +249,7 @@ class FusedDense(nn.Linear):
     Arguments in addition to the arguments of `nn.Linear`:
         return_residual: forward returns (out, x).
 
+    >>> from flash_attn.ops.fused_dense import FusedDense
     >>> FusedDense(64, 128)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 128])
     """
@@ -381,6 +385,7 @@ class FusedMLP(nn.Module):
     If more than its product is wanted of a layer (hooks, an adapter, weight_norm, another class), the layers are called
     one after the other; `checkpoint_lvl` then has no effect.
 
+    >>> from flash_attn.ops.fused_dense import FusedMLP
     >>> FusedMLP(64, checkpoint_lvl=1)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])
     """

@@ -24,6 +24,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
     weight, bias: (features,); bias may be None. Returns a tensor like x (Ba et al., arXiv:1607.06450).
 
+    >>> from flash_attn.ops.layer_norm import layer_norm
     >>> layer_norm(torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64), 1e-5).shape
     torch.Size([2, 5, 64])
     """
@@ -62,6 +63,7 @@ def dropout_add_layer_norm(
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.ops.layer_norm import dropout_add_layer_norm
     >>> x, residual, ones = torch.randn(2, 2, 5, 64), torch.randn(2, 2, 5, 64), torch.ones(64)
     >>> out, h = dropout_add_layer_norm(x, residual, ones, None, 0.1, 1e-5, prenorm=True)
     >>> out.shape, h.shape
@@ -306,6 +308,7 @@ class DropoutAddLayerNorm(torch.nn.Module):
         p: probability of dropout.
         eps: added to the variance.
 
+    >>> from flash_attn.ops.layer_norm import DropoutAddLayerNorm
     >>> out, residual = DropoutAddLayerNorm(64, prenorm=True, p=0.1)(torch.randn(2, 5, 64))
     """
 

@@ -34,6 +34,7 @@ def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None
 
     Returns (..., out_features). Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.ops.linear import batch_invariant_linear
     >>> x, weight = torch.randn(300, 64), torch.randn(128, 64)
     >>> torch.equal(batch_invariant_linear(x[7], weight), batch_invariant_linear(x, weight)[7])
     True
@@ -56,6 +57,7 @@ def batch_invariant_layers() -> contextlib.AbstractContextManager:
     by an activation checkpoint, is outside of it, also where the backward is called within: pass `context_fn` to
     `torch.utils.checkpoint.checkpoint`, as the guide shows.
 
+    >>> from flash_attn.ops.linear import batch_invariant_layers
     >>> layer, x = torch.nn.Linear(64, 128), torch.randn(300, 64)
     >>> with torch.no_grad(), batch_invariant_layers():
     ...     torch.equal(layer(x[7]), layer(x)[7])

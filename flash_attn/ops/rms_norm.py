@@ -24,6 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
     weight: (features,). Returns a tensor like x.
 
+    >>> from flash_attn.ops.rms_norm import rms_norm
     >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64), 1e-5).shape
     torch.Size([2, 5, 64])
     """
@@ -43,7 +44,16 @@ def dropout_add_rms_norm(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Dropout, sum with the residual, RMSNorm: see `flash_attn.ops.layer_norm.dropout_add_layer_norm`."""
+    """Dropout, sum with the residual, RMSNorm: h = residual + dropout(x0), out = h / sqrt(mean h^2 + epsilon) * weight.
+
+    The arguments and what is returned are those of `flash_attn.ops.layer_norm.dropout_add_layer_norm`.
+
+    >>> from flash_attn.ops.rms_norm import dropout_add_rms_norm
+    >>> x, residual = torch.randn(2, 2, 5, 64)
+    >>> out, h = dropout_add_rms_norm(x, residual, torch.ones(64), None, 0.1, 1e-5, prenorm=True)
+    >>> out.shape, h.shape
+    (torch.Size([2, 5, 64]), torch.Size([2, 5, 64]))
+    """
     return DropoutAddLayerNormFn.apply(
         x0,
         residual,
@@ -137,6 +147,7 @@ class DropoutAddRMSNorm(DropoutAddLayerNorm):
         p: probability of dropout.
         eps: added to the mean square.
 
+    >>> from flash_attn.ops.rms_norm import DropoutAddRMSNorm
     >>> out, residual = DropoutAddRMSNorm(64, prenorm=True, p=0.1)(torch.randn(2, 5, 64))
     """
 
@@ -150,6 +161,7 @@ class RMSNorm(torch.nn.Module):
         hidden_size: features.
         eps: added to the mean square.
 
+    >>> from flash_attn.ops.rms_norm import RMSNorm
     >>> RMSNorm(64)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])
     """

@@ -207,6 +207,7 @@ def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_
 
     The first processes may have one more.
 
+    >>> from flash_attn.utils.distributed import get_dim_for_local_rank
     >>> [get_dim_for_local_rank(96, world_size=4, local_rank=rank, multiple_of=16) for rank in range(4)]
     [32, 32, 16, 16]
     """

@@ -49,6 +49,7 @@ def triton_op(
 
     Returns a torch.library.CustomOpDef.
 
+    >>> from flash_attn.utils.library import triton_op
     >>> @triton_op("mine::twice", mutates_args=(), schema="(Tensor x) -> Tensor", allow_decomposition=False)
     ... def twice(x):
     ...     return x * 2

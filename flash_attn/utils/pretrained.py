@@ -58,6 +58,7 @@ def state_dict_from_pretrained(
 
     Raises OSError if none of these files exists, or if a shard is missing.
 
+    >>> from flash_attn.utils.pretrained import state_dict_from_pretrained
     >>> state_dict = state_dict_from_pretrained("openai-community/gpt2")                    # doctest: +SKIP
     """
     state_dict: dict[str, Tensor] = {}

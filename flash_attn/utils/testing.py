@@ -55,6 +55,7 @@ def generate_random_padding_mask(
 
     Returns bool (batch_size, max_seqlen). Raises ValueError for another mode.
 
+    >>> from flash_attn.utils.testing import generate_random_padding_mask
     >>> generate_random_padding_mask(4, 3, "cpu", mode="full", zero_lengths=True).sum(-1)
     tensor([0, 4, 0])
     """
@@ -152,7 +153,8 @@ def generate_qkv(
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64, as all of them.
         k: (batch, seqlen_k, heads_k, head_dim); heads_k divides heads.
         v: (batch, seqlen_k, heads_k, head_dim_v).
-        query_padding_mask, key_padding_mask: (batch, seqlen_q) and (batch, seqlen_k); see the top of this module.
+        query_padding_mask, key_padding_mask: bool (batch, seqlen_q) and (batch, seqlen_k), true for real tokens; None
+            means that all are real.
         qv: (batch, seqlen_q, heads, head_dim_v) or None. Only without kvpacked and qkvpacked.
         kvpacked: stack keys and values, which then have one shape.
         qkvpacked: stack all three, which then have one shape and one padding mask. Without masks of unused tokens.
@@ -177,6 +179,7 @@ def generate_qkv(
             ..), 0 where nothing was packed. output_pad_fn and dq_pad_fn are for queries, dk_pad_fn is for keys and
             values, and the others for what is stacked.
 
+    >>> from flash_attn.utils.testing import generate_qkv
     >>> q, k, v = torch.randn(3, 2, 4, 1, 8)
     >>> mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
     >>> qkv_unpad, cu_seqlens, max_seqlen, qkv, output_pad_fn, _ = generate_qkv(q, k, v, mask, mask, qkvpacked=True)
@@ -249,19 +252,24 @@ def construct_local_mask(
     key_leftpad: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Returns the mask of a sliding window. The top of this module defines masks and positions.
+    """Returns the mask of a sliding window, true where a query does not see a key.
+
+    Positions count keys, of real tokens only, as if these were packed, and the last query stands at the last key: query
+    i is at position i + len_k - len_q of len_q queries and len_k keys, if padding comes last.
 
     Arguments:
         seqlen_q, seqlen_k: the sizes of the mask.
         window_size: (left, right): a query at position p sees the keys p - left to p + right, both included; -1 means
             no bound. Causal attention has right = 0.
         sink_token_length: how many keys, from the first real one on, all queries behind them see, whatever left is.
-        query_padding_mask, key_padding_mask: (batch, seqlen_q) and (batch, seqlen_k), or None.
-        key_leftpad: (batch,) or None.
+        query_padding_mask, key_padding_mask: bool (batch, seqlen_q) and (batch, seqlen_k), true for real tokens; None
+            means that all are real.
+        key_leftpad: int32 or int64 (batch,), keys before this position are not real either; or None.
         device: of the result; by default the device of the padding.
 
-    Returns bool (seqlen_q, seqlen_k), or (batch, 1, seqlen_q, seqlen_k), true where a query does not see a key.
+    Returns bool (seqlen_q, seqlen_k), or with padding (batch, 1, seqlen_q, seqlen_k).
 
+    >>> from flash_attn.utils.testing import construct_local_mask
     >>> construct_local_mask(2, 4, window_size=(1, 0), sink_token_length=1).int()
     tensor([[0, 0, 0, 1],
             [0, 1, 0, 0]], dtype=torch.int32)
@@ -291,6 +299,7 @@ def construct_chunk_mask(
 
     Returns bool (seqlen_q, seqlen_k), or (batch, 1, seqlen_q, seqlen_k), true where a query does not see a key.
 
+    >>> from flash_attn.utils.testing import construct_chunk_mask
     >>> construct_chunk_mask(3, 5, attention_chunk=3).int()
     tensor([[0, 0, 0, 1, 1],
             [1, 1, 1, 0, 0],
@@ -393,6 +402,7 @@ def attention_ref(
         P: (batch, heads, seqlen_q, seqlen_k), without dropout; 0 where a query does not see a key, and for padding.
         Both have the type of q.
 
+    >>> from flash_attn.utils.testing import attention_ref
     >>> q, k, v = torch.randn(3, 2, 128, 8, 64, dtype=torch.bfloat16)
     >>> exact, probabilities = attention_ref(q, k, v, causal=True)
     >>> rounded, _ = attention_ref(q, k, v, causal=True, upcast=False, reorder_ops=True)

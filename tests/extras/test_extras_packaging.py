@@ -67,9 +67,9 @@ def installed(wheels, tmp_path_factory):
     folder = tmp_path_factory.mktemp("site-packages")
     for wheel in wheels.values():
         _unpack(wheel, folder)
-    (folder / "flash_attn-2.8.3.post100.dist-info").mkdir()
-    (folder / "flash_attn-2.8.3.post100.dist-info/METADATA").write_text("Name: flash-attn\nVersion: 2.8.3.post100\n")
-    (folder / "flash_attn-2.8.3.post100.dist-info/top_level.txt").write_text("flash_attn\n")
+    (folder / "flash_attn-2.8.3.post101.dist-info").mkdir()
+    (folder / "flash_attn-2.8.3.post101.dist-info/METADATA").write_text("Name: flash-attn\nVersion: 2.8.3.post101\n")
+    (folder / "flash_attn-2.8.3.post101.dist-info/top_level.txt").write_text("flash_attn\n")
     return folder
 
 
@@ -119,7 +119,7 @@ RULES = {  # who looks -> an expression that is true if it finds what it looks f
         "util.find_spec('flash_attn_interface') is not None and 'flash-attn-3' in owners('flash_attn_interface')"
     ),
     "transformers, 4": "util.find_spec('flash_attn') is not None and 'flash-attn-4' in owners('flash_attn')",
-    "diffusers": "util.find_spec('flash_attn_3') is not None and metadata.version('flash_attn_3') == '3.0.0.post100'",
+    "diffusers": "util.find_spec('flash_attn_3') is not None and metadata.version('flash_attn_3') == '3.0.0.post101'",
     "TransformerEngine, no beta of 3": (
         "not Version('3.0.0b') < Version(metadata.version('flash-attn-3')) < Version('3.0.0')"
     ),

@@ -1,6 +1,9 @@
 """Models in transformers' Trainer, trl's SFTTrainer and under adapters of peft. Nothing is downloaded."""
 
 import copy
+import pathlib
+import runpy
+import sys
 import warnings
 
 import datasets
@@ -278,3 +281,12 @@ def test_sft(adapters, tokenizer, tmp_path):
         assert changed == set(before) and model.is_tied
         again.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"))
     torch.testing.assert_close(logits_of(again, x), logits_of(trainer.model, x))
+
+
+def test_the_example_of_lora(tmp_path, monkeypatch, capsys):
+    """It raises an error if the adapters that it loads are not those that it saved."""
+    monkeypatch.setattr(sys, "argv", ["lora.py", "--device=cpu", "--steps=2", "--rank=2", f"--out={tmp_path}"])
+    runpy.run_path(str(pathlib.Path(__file__).parents[2] / "examples/lora.py"), run_name="__main__")
+    assert "after: loss" in capsys.readouterr().out
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.model_type == "llama"

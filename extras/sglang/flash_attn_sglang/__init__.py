@@ -8,7 +8,7 @@ that SGLang's loader of FlashAttention-3 wants.
 import os
 from typing import Any
 
-__version__ = "2.8.3.post100"
+__version__ = "2.8.3.post101"
 
 __all__ = ["NAME", "register"]
 

@@ -61,7 +61,8 @@ def flash_attn_with_kvcache(
         out, shaped like q; with return_softmax_lse (out, softmax_lse).
 
     Raises:
-        NotImplementedError: for what is not computed here, see the top of this module.
+        NotImplementedError: for qv, only_qv, rotary_seqlens, float8 of dense batches, and tensors in 8 bits other than
+            float8_e4m3fn, which are not computed here.
         ValueError, TypeError: for what `flash_attn.flash_attn_with_kvcache` refuses.
 
     Example:
@@ -137,7 +138,8 @@ def flash_attn_varlen_func(
         out, shaped like q; with return_softmax_lse (out, softmax_lse).
 
     Raises:
-        NotImplementedError: for what is not computed here, see the top of this module.
+        NotImplementedError: for qv, only_qv, rotary_seqlens, float8 of dense batches, and tensors in 8 bits other than
+            float8_e4m3fn, which are not computed here.
         ValueError, TypeError: for what `flash_attn.flash_attn_varlen_func` refuses, and pages of dense batches.
 
     Example:

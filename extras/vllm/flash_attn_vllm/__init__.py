@@ -11,7 +11,7 @@ import os
 import sys
 from importlib import util
 
-__version__ = "2.8.3.post100"
+__version__ = "2.8.3.post101"
 
 __all__ = ["register"]
 

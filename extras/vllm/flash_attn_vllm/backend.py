@@ -397,7 +397,8 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
             layer: asked whether rows of images keep to its window (mm_prefix_clamp_sliding_window), and with a cache
                 in 8 bits for its scales (_k_scale, _v_scale).
             query, output: (tokens, heads, head_dim). key, value: (tokens, heads_k, head_dim); read by encoders only.
-            kv_cache: see the top of this module.
+            kv_cache: (blocks, heads_k, block size, 2 * head_dim), keys before values, whatever the order in memory;
+                or (2, blocks, block size, heads_k, head_dim), for a vLLM that asks the backend for the shape.
             attn_metadata: what the builder made; None where vLLM measures memory, which gives 0.
 
         Raises:

@@ -76,7 +76,9 @@ def flash_attn_varlen_func(
         cp_world_size, cp_rank, cp_tot_seqused_k: of the keys 0, 1, 2, .. of an entry, this process has the keys
             cp_rank, cp_rank + cp_world_size, ..; seqused_k counts these, and cp_tot_seqused_k, int32 (batch,), all.
         dynamic_causal: int32 (batch,), which entries are causal, in the place of causal.
-        The others are as in `flash_attn.flash_attn_varlen_func`, or explained at the top of this module.
+        fa_version, scheduler_metadata, and descales of tensors in 16 bits change nothing.
+        q_v, output_scale, gather_kv_* and mask_mod with what is beside it must be None: they are not computed here.
+        The others are as in `flash_attn.flash_attn_varlen_func`.
 
     Returns:
         out like q; with return_softmax_lse (out, softmax_lse), softmax_lse (heads, total_q), +inf where a row sees no

@@ -358,4 +358,11 @@ for _name in __all__:
     _function = globals()[_name]
     if not _function.__doc__:
         _function.__name__ = _function.__qualname__ = _name
-        _function.__doc__ = "Attention of a divided sequence: see the table at the top of the module."
+        _function.__doc__ = f"""`flash_attn.flash_attn_func` of a sequence that is divided over the ranks of a group.
+
+    from flash_attn.context_parallel.compat.ring_flash_attn import {_name}
+
+With the arguments of the package ring-flash-attention, and its division of tokens: one part of the sequence for each
+rank (ring), chunk r and, from the end, chunk r (zigzag), token r, r + ranks, ... (stripe), or one part of a row of
+documents (llama3); varlen divides each document so, and cu_seqlens counts the tokens of one rank.
+"""

@@ -27,6 +27,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     For a power of two n they are 2 ** (-8 i / n), i = 1 ... n. For other numbers they are the slopes of the power of
     two below, followed by every second slope of the power of two above. Raises ValueError if nheads is not positive.
 
+    >>> from flash_attn.modules.mha import get_alibi_slopes
     >>> get_alibi_slopes(3)
     [0.0625, 0.00390625, 0.25]
     """
@@ -106,6 +107,7 @@ class FlashSelfAttention(_FlashAttention):
         attention_dropout: probability of dropout, in training only.
         The others are those of `flash_attn_func`. alibi_slopes becomes a buffer outside the state dict.
 
+    >>> from flash_attn.modules.mha import FlashSelfAttention
     >>> FlashSelfAttention(causal=True)(torch.randn(2, 16, 3, 4, 32)).shape
     torch.Size([2, 16, 4, 32])
     """
@@ -150,6 +152,7 @@ class FlashCrossAttention(_FlashAttention):
 
     The arguments are those of `FlashSelfAttention`, but in another order.
 
+    >>> from flash_attn.modules.mha import FlashCrossAttention
     >>> FlashCrossAttention()(torch.randn(2, 3, 4, 32), torch.randn(2, 16, 2, 4, 32)).shape
     torch.Size([2, 3, 4, 32])
     """
@@ -260,6 +263,7 @@ class CrossAttention(_TorchAttention):
         softmax_scale: head_dim ** -0.5 if None.
         attention_dropout: probability of dropout, in training only.
 
+    >>> from flash_attn.modules.mha import CrossAttention
     >>> CrossAttention()(torch.randn(2, 3, 4, 32), torch.randn(2, 16, 2, 4, 32)).shape
     torch.Size([2, 3, 4, 32])
     """
@@ -290,6 +294,7 @@ class CrossAttention(_TorchAttention):
 class SelfAttention(_TorchAttention):
     """`CrossAttention` of packed queries, keys and values.
 
+    >>> from flash_attn.modules.mha import SelfAttention
     >>> SelfAttention(causal=True)(torch.randn(2, 16, 3, 4, 32)).shape
     torch.Size([2, 16, 4, 32])
     """

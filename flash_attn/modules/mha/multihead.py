@@ -18,6 +18,7 @@ from flash_attn.ops.fused_dense import FewRowsLinear, FusedDense, Linear, fused_
 class LinearResidual(FewRowsLinear):
     """`nn.Linear` that returns (output, input).
 
+    >>> from flash_attn.modules.mha import LinearResidual
     >>> out, residual = LinearResidual(8, 4)(torch.zeros(2, 8))
     """
 
@@ -67,6 +68,7 @@ class MHA(MultiHeadAttention):
 
     Raises TypeError or ValueError for sizes and options that do not go together.
 
+    >>> from flash_attn.modules.mha import MHA
     >>> MHA(64, 4, num_heads_kv=2, causal=True, rotary_emb_dim=16)(torch.randn(2, 10, 64)).shape
     torch.Size([2, 10, 64])
     """

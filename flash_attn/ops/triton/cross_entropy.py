@@ -60,6 +60,7 @@ def cross_entropy_loss(
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
     >>> logits, labels = torch.randn(4, 50257, dtype=torch.bfloat16), torch.tensor([3, -100, 0, 50256])
     >>> losses, z_losses = cross_entropy_loss(logits, labels, lse_square_scale=1e-4)
     >>> losses.shape, losses.dtype, losses[1].item()

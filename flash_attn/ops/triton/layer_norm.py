@@ -127,6 +127,7 @@ def layer_norm_fn(
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.ops.triton.layer_norm import layer_norm_fn
     >>> x, weight = torch.randn(2, 5, 64), torch.ones(64)
     >>> layer_norm_fn(x, weight, None, residual=torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])
@@ -250,6 +251,7 @@ def rms_norm_fn(
 ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """RMSNorm: `layer_norm_fn` with is_rms_norm=True.
 
+    >>> from flash_attn.ops.triton.layer_norm import rms_norm_fn
     >>> out, h = rms_norm_fn(torch.randn(2, 5, 64), torch.ones(64), None, prenorm=True)
     """
     return layer_norm_fn(
@@ -302,6 +304,7 @@ def layer_norm_linear_fn(
     The output of the norm has the dtype of autocast, or without autocast the dtype of x; linear_weight and linear_bias
     are cast to it. Returns (..., outputs) of that dtype, or with prenorm a tuple of it and h.
 
+    >>> from flash_attn.ops.triton.layer_norm import layer_norm_linear_fn
     >>> layer_norm_linear_fn(torch.randn(2, 5, 64), torch.ones(64), None, torch.randn(8, 64), None).shape
     torch.Size([2, 5, 8])
     """
@@ -326,6 +329,7 @@ class RMSNorm(torch.nn.Module):
         dropout_p: probability of dropout.
         zero_centered_weight: the norm multiplies by 1 + the parameter.
 
+    >>> from flash_attn.ops.triton.layer_norm import RMSNorm
     >>> out, residual = RMSNorm(64)(torch.randn(2, 5, 64), prenorm=True)
     """
 

@@ -35,6 +35,7 @@ def triton_linear_act(
 
     Returns (..., out_features), or a tuple of two such. Raises TypeError or ValueError for arguments that do not fit.
 
+    >>> from flash_attn.ops.triton.linear import triton_linear_act
     >>> triton_linear_act(torch.randn(2, 5, 64), torch.randn(128, 64), activation="gelu").shape
     torch.Size([2, 5, 128])
     """
@@ -63,6 +64,7 @@ def triton_dgrad_act(
 
     Returns (..., in_features).
 
+    >>> from flash_attn.ops.triton.linear import triton_dgrad_act
     >>> triton_dgrad_act(torch.randn(2, 5, 128), torch.randn(128, 64)).shape
     torch.Size([2, 5, 64])
     """

@@ -28,6 +28,7 @@ def fused_dense_sqrelu_dense_function(
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.ops.triton.mlp import fused_dense_sqrelu_dense_function
     >>> x, weight1, weight2 = torch.randn(5, 64), torch.randn(256, 64), torch.randn(64, 256)
     >>> fused_dense_sqrelu_dense_function(x, weight1, torch.zeros(256), weight2, torch.zeros(64)).shape
     torch.Size([5, 64])
@@ -54,6 +55,7 @@ class FusedDenseSqreluDense(nn.Module):
 
     Its layers are called one after the other where those of `flash_attn.ops.fused_dense.FusedMLP` are.
 
+    >>> from flash_attn.ops.triton.mlp import FusedDenseSqreluDense
     >>> FusedDenseSqreluDense(64)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])
     """

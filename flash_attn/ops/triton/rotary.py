@@ -38,6 +38,7 @@ def apply_rotary(
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.ops.triton.rotary import apply_rotary
     >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
     >>> apply_rotary(torch.randn(2, 16, 4, 64), angles.cos(), angles.sin()).shape
     torch.Size([2, 16, 4, 64])

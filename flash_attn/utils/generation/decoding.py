@@ -93,6 +93,7 @@ def decode(
     the model gives them, before temperature and penalty. Raises TypeError or ValueError for arguments that do not fit
     together; `OutOfPages` if the sequences need more pages than there are.
 
+    >>> from flash_attn.utils.generation import decode
     >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
     """
     with streaming(streamer) as put:

@@ -33,6 +33,7 @@ def allocate_inference_cache(
     layers: the number of layers, which then are keyed 0, 1, ..., or their keys. Raises TypeError if dtype is not
     float16, bfloat16 or float32, and TypeError or ValueError for what is no size.
 
+    >>> from flash_attn.utils.generation import allocate_inference_cache
     >>> {key: tuple(cache.shape) for key, cache in allocate_inference_cache(8, 512, 4, 64, 2, "cpu").items()}
     {0: (8, 512, 2, 4, 64), 1: (8, 512, 2, 4, 64)}
     """

@@ -35,6 +35,7 @@ class InferenceParams:
 
     Rows of the table may share pages that all of them only read, such as those of a common beginning:
 
+    >>> from flash_attn.utils.generation import InferenceParams
     >>> from flash_attn.modules.mha import MHA
     >>> mha = MHA(64, 1, causal=True, use_flash_attn=True, layer_idx=0)
     >>> pages = mha.allocate_inference_cache(10, 16)                            # 10 pages of 16 tokens

@@ -38,6 +38,7 @@ class PageAllocator:
     Raises TypeError or ValueError for sizes that are not positive integers. Methods raise KeyError for a name that no
     sequence has, and ValueError for one that is taken.
 
+    >>> from flash_attn.utils.generation import PageAllocator
     >>> allocator = PageAllocator(num_pages=4, page_size=16)
     >>> allocator.allocate("a", 20)
     >>> allocator.fork("a", "b")
@@ -201,6 +202,7 @@ def copy_pages(caches: Mapping[Hashable, Tensor], copies: Copies) -> None:
 
     Raises TypeError for caches that are no mapping of tensors, and ValueError for pages that one of them does not have.
 
+    >>> from flash_attn.utils.generation import copy_pages
     >>> caches = {0: torch.arange(3.0).view(3, 1)}
     >>> copy_pages(caches, [(1, 2)])
     >>> caches[0].flatten()

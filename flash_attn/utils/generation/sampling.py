@@ -13,6 +13,7 @@ from flash_attn._ops import checks
 def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
     """Set logits (..., vocab) to -inf, in place, except the top_k greatest; logits equal to the last of these stay.
 
+    >>> from flash_attn.utils.generation import modify_logits_for_top_k_filtering
     >>> logits = torch.tensor([1.0, 3.0, 2.0])
     >>> modify_logits_for_top_k_filtering(logits, 2)
     >>> logits
@@ -28,6 +29,7 @@ def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
     The change is in place (nucleus sampling: Holtzman et al., arXiv:1904.09751). The likeliest token always stays.
     Nothing changes for a top_p of 0 or less, or of 1 or more.
 
+    >>> from flash_attn.utils.generation import modify_logits_for_top_p_filtering
     >>> logits = torch.tensor([1.0, 3.0, 2.0])
     >>> modify_logits_for_top_p_filtering(logits, 0.5)
     >>> logits
@@ -47,6 +49,7 @@ def modify_logits_for_repetition_penalty(logits: Tensor, tokens: Tensor, repetit
     Positive logits are divided by repetition_penalty, others multiplied by it (Keskar et al., arXiv:1909.05858).
     Raises ValueError, which waits for the device, if a token is not in the vocabulary.
 
+    >>> from flash_attn.utils.generation import modify_logits_for_repetition_penalty
     >>> logits = torch.tensor([[1.0, 3.0, -2.0]])
     >>> modify_logits_for_repetition_penalty(logits, torch.tensor([[1, 2]]), 2.0)
     >>> logits
@@ -68,6 +71,7 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: floa
 
     Returns int64 (batch,). Raises TypeError or ValueError for options that are out of range.
 
+    >>> from flash_attn.utils.generation import sample
     >>> sample(torch.tensor([[1.0, 3.0, 2.0], [5.0, 3.0, 2.0]]))
     tensor([1, 0])
     """

@@ -39,6 +39,7 @@ def sample_speculative(
     Returns tokens (batch, n + 1) int64, and how many of them count, (batch,) from 1 to n + 1; later tokens have no
     meaning. Raises TypeError or ValueError for arguments that do not fit together.
 
+    >>> from flash_attn.utils.generation import sample_speculative
     >>> logits = torch.tensor([[[0.0, 9.0], [9.0, 0.0], [9.0, 0.0]]])
     >>> sample_speculative(logits, logits[:, :2], torch.tensor([[1, 1]]))
     (tensor([[1, 0, 0]]), tensor([2]))
@@ -103,6 +104,7 @@ def decode_speculative(
     scores, a tuple of logits (1, vocab) of the model. Raises TypeError or ValueError as `decode` does, and for a batch
     of several sequences or models with different vocabularies.
 
+    >>> from flash_attn.utils.generation import decode_speculative
     >>> output = decode_speculative(prompt, model, model_draft, max_length=100)             # doctest: +SKIP
     """
     with streaming(streamer) as put:

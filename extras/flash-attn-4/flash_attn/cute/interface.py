@@ -61,7 +61,15 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> Pair:
-    """`flash_attn.flash_attn_func` by FlashAttention-4's arguments, which the top of this module explains.
+    """`flash_attn.flash_attn_func` by FlashAttention-4's arguments.
+
+        from flash_attn.cute import flash_attn_func
+
+    softmax_lse is None unless return_lse or an input that requires grad asks for it, and -inf where a row sees no key.
+    In window_size, None means no bound, and a negative number is an offset. pack_gqa, num_splits where nothing is
+    packed, and scheduler_metadata change nothing. What FlashAttention-4 compiles (qv, score_mod, mask_mod, block-sparse
+    tensors, and what belongs to them) must be None: else a NotImplementedError names it. All else is as in
+    `flash_attn.flash_attn_func`.
 
     Returns:
         (out, softmax_lse or None), out (batch, seqlen_q, heads, head_dim of v).
@@ -130,7 +138,15 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> Pair:
-    """`flash_attn.flash_attn_varlen_func` by FlashAttention-4's arguments, which the top of this module explains.
+    """`flash_attn.flash_attn_varlen_func` by FlashAttention-4's arguments.
+
+        from flash_attn.cute import flash_attn_varlen_func
+
+    softmax_lse is None unless return_lse or an input that requires grad asks for it, and -inf where a row sees no key.
+    In window_size, None means no bound, and a negative number is an offset. pack_gqa, num_splits where nothing is
+    packed, and scheduler_metadata change nothing. What FlashAttention-4 compiles (qv, score_mod, mask_mod, block-sparse
+    tensors, and what belongs to them) must be None: else a NotImplementedError names it. All else is as in
+    `flash_attn.flash_attn_varlen_func`.
 
     Arguments:
         q: (total_q, heads, head_dim) with cu_seqlens_q, else (batch, seqlen_q, heads, head_dim).
