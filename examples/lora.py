@@ -1,7 +1,7 @@
 """Fine-tune a language model with LoRA, by trl's SFTTrainer: the model stays as it is, and small adapters learn.
 
     pip install '.[examples]' accelerate datasets peft trl          # once
-    python examples/lora.py                                         # a small model of its own: a minute on two cores
+    python examples/lora.py                                         # a small model of its own: minutes on two cores
     python examples/lora.py --model FOLDER --text FILE              # a checkpoint of transformers, a text of yours
 
 1. Without --model, a small Llama learns Python's own library first, as bytes. Without --text, what the adapters learn
@@ -104,7 +104,7 @@ def main():
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     add("--model", type=pathlib.Path, help="a folder with a checkpoint of transformers, and its tokenizer")
     add("--text", type=pathlib.Path, help="a file with the text to learn")
-    add("--steps", type=int, default=150, help="of each training (default: %(default)s)")
+    add("--steps", type=int, default=80, help="of each training (default: %(default)s)")
     add("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
     add("--out", type=pathlib.Path, help="where the adapters and the merged model go (default: they are not kept)")
     args = parser.parse_args()
