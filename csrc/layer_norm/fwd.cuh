@@ -46,7 +46,10 @@ struct FwdConfig : Elements<kTypes> {
                                  : kVecs == kUsualVecs ? (kWhole ? 5 : 2)
                                                        : (kWhole ? 3 : 1);
 
-  // What of these is for weights and biases.
+  // The threads to count on for that: a ninth warp leaves 72 registers with 4 accesses, so that an SM holds 28 warps.
+  static constexpr int kBoundThreads = kAlone && kWhole && kVecs == 4 ? kThreads + 32 : kThreads;
+
+  // The registers for weights and biases, where x0 is alone.
   static constexpr int kAffineRegisters = kWhole ? 16 : 32;
 };
 
@@ -249,17 +252,16 @@ __device__ Moments moments_of_row(const FwdParams& p, PartExchange& exchange, in
   }
 }
 
-// The weight and the bias for the columns of a vector, as they are stored.
+// The weight and the bias for the columns of an aligned vector, as they are stored.
 template <DType kDType, bool kBias, int kVec>
 struct Affine {
   static constexpr int kSize = kDType == DType::kFloat32 ? 4 : kVec, kParts = kVec / kSize;
   static constexpr int kRegisters = kParts * AnyVec<kSize>::kWords * (kBias ? 2 : 1);
   AnyVec<kSize> weight[kParts], bias[kParts];
 
-  template <bool kRagged>
   __device__ void load(const Problem& p, int col) {
-    load<kRagged>(weight, p.weight, col, p.cols);
-    if constexpr (kBias) load<kRagged>(bias, p.bias, col, p.cols);
+    load(weight, p.weight, col);
+    if constexpr (kBias) load(bias, p.bias, col);
   }
 
   // Turns y into out.
@@ -272,16 +274,9 @@ struct Affine {
   }
 
  private:
-  template <bool kRagged>
-  __device__ static void load(AnyVec<kSize> (&parts)[kParts], const Vector& vector, int col, int cols) {
+  __device__ static void load(AnyVec<kSize> (&parts)[kParts], const Vector& vector, int col) {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i, col += kSize) {
-      if constexpr (kRagged) {
-        parts[i] = load_shifted(static_cast<const char*>(vector.data), Place<kSize>{col, cols}, kDType);
-      } else {
-        parts[i] = load_any<kSize>(vector.data, col, kDType);
-      }
-    }
+    for (int i = 0; i < kParts; ++i) parts[i] = load_any<kSize>(vector.data, col + i * kSize, kDType);
   }
 
   __device__ static void widen(float (&wide)[kVec], const AnyVec<kSize> (&parts)[kParts]) {
@@ -306,14 +301,14 @@ __device__ void store_normalised(const FwdParams& p, const Moments& found, int64
   const float shift = problem.is_rms_norm ? 0.f : (found.centre - found.mean) * found.rstd;
   char* const out = row_of(p.out, Config::x(p.out.dtype), out_row);
   // Weights and biases of several vectors are asked for before the first is used: as many as there are registers for.
-  const auto store_out = [&](auto kWeights, auto kBias) {
+  const auto store_groups = [&](auto kWeights, auto kBias) {
     using Columns = Affine<kWeights, kBias, Config::kVec>;
     constexpr int kGroup = std::clamp(Config::kAffineRegisters / Columns::kRegisters, 1, Config::kVecs);
     Columns columns[kGroup];
 #pragma unroll
     for (int begin = 0; begin < Config::kVecs; begin += kGroup) {
       const int end = begin + kGroup;
-      for_each([&](int j, int col) { columns[j - begin].template load<kRagged>(problem, col); }, begin, end);
+      for_each([&](int j, int col) { columns[j - begin].load(problem, col); }, begin, end);
       for_each(
           [&](int j, int col) {
             normalise(h[j], found.rstd, shift);
@@ -321,6 +316,17 @@ __device__ void store_normalised(const FwdParams& p, const Moments& found, int64
             store_row<kRagged>(out, Config::kX, col, problem.cols, h[j]);
           },
           begin, end);
+    }
+  };
+  const auto store_out = [&](auto kWeights) {
+    if constexpr (Config::kAlone) {
+      problem.bias.data ? store_groups(kWeights, Constant<true>{}) : store_groups(kWeights, Constant<false>{});
+    } else {
+      for_each([&](int j, int col) {
+        normalise(h[j], found.rstd, shift);
+        store_affine<kRagged>(out, Config::kX, col, problem, {problem.weight.data, kWeights},
+                              {problem.bias.data, kWeights}, h[j]);
+      });
     }
   };
   if constexpr (Config::kAll) {
@@ -332,16 +338,15 @@ __device__ void store_normalised(const FwdParams& p, const Moments& found, int64
       store_affine<kRagged>(out1, Config::x(p.out1.dtype), col, problem, problem.weight1, problem.bias1, h[j]);
     });
   } else if (problem.weight.dtype == DType::kFloat32) {
-    problem.bias.data ? store_out(Constant<DType::kFloat32>{}, Constant<true>{})
-                      : store_out(Constant<DType::kFloat32>{}, Constant<false>{});
+    store_out(Constant<DType::kFloat32>{});
   } else {
-    problem.bias.data ? store_out(Constant<Config::kX>{}, Constant<true>{})
-                      : store_out(Constant<Config::kX>{}, Constant<false>{});
+    store_out(Constant<Config::kX>{});
   }
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
+__global__ __launch_bounds__(Config::kBoundThreads,
+                             Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
   constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
   constexpr bool kRagged = Config::kRagged;
   __shared__ PartExchange::Barriers arrived;
