@@ -28,10 +28,11 @@ constexpr DType h_type(Types types) {
 // Returns the widest access, in elements, of a kernel for known types.
 constexpr int vec_of(Types types) { return h_type(types) == DType::kFloat32 ? 4 : 8; }
 
-// What a kernel can do. Forward: kPlain adds x0 and the residual, with weights of a known type; kBranches also has
-// dropout and a scale per row of x0; kAll does everything. Backward: kPlain computes the gradient of h; kBranches also
-// handles dropped or scaled branches; kAll also handles a second norm and a column scale, which take more registers.
-enum class Extent { kPlain, kBranches, kAll };
+// What a kernel can do. Forward: kAlone normalises x0, with weights of a known type, and stores nothing else; kPlain
+// also adds a residual and stores h; kBranches also has dropout and a scale per row of x0; kAll does everything.
+// Backward: kPlain computes the gradient of h; kBranches also handles dropped or scaled branches; kAll also handles a
+// second norm and a column scale, which take more registers.
+enum class Extent { kAlone, kPlain, kBranches, kAll };
 
 // The number of parameters with gradients in every backward: weight and bias.
 constexpr int kFewParameters = 2;

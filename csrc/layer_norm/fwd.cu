@@ -26,7 +26,8 @@ static Extent extent_of(const FwdParams& p) {
   const bool known_weights = (weights == DType::kFloat32 || weights == p.x0.dtype) &&
                              (problem.bias.data == nullptr || problem.bias.dtype == weights);
   if (!known_weights || p.x1.data || p.out1.data || problem.colscale.data || problem.x0_subset) return Extent::kAll;
-  return problem.rowscale.data || problem.rng_state ? Extent::kBranches : Extent::kPlain;
+  if (problem.rowscale.data || problem.rng_state) return Extent::kBranches;
+  return p.residual.data || p.h.data ? Extent::kPlain : Extent::kAlone;
 }
 
 // Runs blocks of one row or, where lanes of a warp can share a row, as many rows as fit 256 threads.
@@ -89,6 +90,9 @@ void fwd(const FwdParams& p, cudaStream_t stream) {
                                                [&](auto kTypes) { run_aligned<kTypes, Extent::kAll>(p, stream); });
   } else if (extent == Extent::kAll) {
     run_anywhere<Types::kAny, Extent::kAll>(p, stream);
+  } else if (extent == Extent::kAlone && aligned) {  // the types that known_types finds first: there is no h
+    dispatch_value<kHalf, kBrain, Types::kFloat32>(
+        types, [&](auto kTypes) { run_aligned<kTypes, Extent::kAlone>(p, stream); });
   } else {
     dispatch_known(types, [&](auto kTypes) {
       if (!aligned) return run_anywhere<kTypes, Extent::kBranches>(p, stream);

@@ -35,7 +35,8 @@ struct FwdConfig : Elements<kTypes> {
   static constexpr Extent kExtent = kExtent_;
   static constexpr bool kRagged = kRagged_;  // vectors need not be aligned
   static constexpr bool kTiled = kTiled_;    // a block has part of a row; the moments of the row are known
-  static constexpr bool kAll = kExtent == Extent::kAll;
+  static constexpr bool kAlone = kExtent == Extent::kAlone, kAll = kExtent == Extent::kAll;
+  static constexpr bool kBranches = kExtent == Extent::kBranches || kAll;  // x0 may be dropped or scaled
   static constexpr bool kWhole = kThreads < kMaxThreads;  // a block has whole rows; otherwise a cluster may share them
 
   // Thread blocks per SM that the registers must allow: 48 registers for a thread with 2 accesses (64 if ragged), 80
@@ -44,6 +45,12 @@ struct FwdConfig : Elements<kTypes> {
   static constexpr int kBlocks = kAll                  ? kMaxThreads / kThreads
                                  : kVecs == kUsualVecs ? (kWhole ? 5 : 2)
                                                        : (kWhole ? 3 : 1);
+
+  // The threads to count on for that: a ninth warp leaves 72 registers with 4 accesses, so that an SM holds 28 warps.
+  static constexpr int kBoundThreads = kAlone && kWhole && kVecs == 4 ? kThreads + 32 : kThreads;
+
+  // The registers for weights and biases, where x0 is alone.
+  static constexpr int kAffineRegisters = kWhole ? 16 : 32;
 };
 
 // The vectors that are added to get a vector of h.
@@ -93,7 +100,7 @@ struct Sources {
   __device__ void visit(const FwdParams& p, Fn&& fn) const {
     if (!Config::kAll || x0) fn(&Branches<Config>::x0, x0, Config::x(p.x0.dtype));
     if (Config::kAll && p.x1.data) fn(&Branches<Config>::x1, x1, p.x1.dtype);
-    if (p.residual.data) fn(&Branches<Config>::residual, residual, Config::h(p.residual.dtype));
+    if (!Config::kAlone && p.residual.data) fn(&Branches<Config>::residual, residual, Config::h(p.residual.dtype));
   }
 };
 
@@ -109,7 +116,7 @@ struct RowScaling {
   // Draws the random bits for elements of x0.
   template <typename Config>
   __device__ AnyVec<Config::kVec> draw(int col) const {
-    if constexpr (Config::kExtent == Extent::kPlain) return {};
+    if constexpr (!Config::kBranches) return {};
     return dropout.draw<Config::kVec, Config::kRagged>(x0_row, col, 0);
   }
 };
@@ -119,6 +126,7 @@ struct RowScaling {
 template <typename Config, int kVec = Config::kVec>
 __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, const FwdParams& p, const RowScaling& row,
                              const AnyVec<kVec>& drawn, int col, bool store_masks) {
+  if constexpr (Config::kAlone) return widen(h, vec.x0, Config::kX);
   const Problem& problem = p.problem;
   const auto drop_branch = [&](float (&values)[kVec], const AnyVec<kVec>& drawn, int64_t row_of_branch, uint8_t* mask) {
 #pragma unroll
@@ -131,7 +139,7 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
   float branch[kVec];
   if (!Config::kAll || row.x0_row >= 0) {
     widen(branch, vec.x0, Config::x(p.x0.dtype));
-    if constexpr (Config::kExtent != Extent::kPlain) drop_branch(branch, drawn, row.x0_row, p.mask0);
+    if constexpr (Config::kBranches) drop_branch(branch, drawn, row.x0_row, p.mask0);
     if constexpr (Config::kAll) {
       if (problem.colscale.data) {
         float scales[kVec];
@@ -139,7 +147,7 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
         multiply(branch, scales);
       }
     }
-    add_scaled(h, branch, Config::kExtent == Extent::kPlain ? 1.f : row.scale);
+    add_scaled(h, branch, Config::kBranches ? row.scale : 1.f);
   }
   if constexpr (Config::kAll) {
     if (p.x1.data) {
@@ -244,6 +252,44 @@ __device__ Moments moments_of_row(const FwdParams& p, PartExchange& exchange, in
   }
 }
 
+// The weight and the bias for the columns of an aligned vector, as they are stored.
+template <DType kDType, bool kBias, int kVec>
+struct Affine {
+  static constexpr int kSize = kDType == DType::kFloat32 ? 4 : kVec, kParts = kVec / kSize;
+  static constexpr int kRegisters = kParts * AnyVec<kSize>::kWords * (kBias ? 2 : 1);
+  AnyVec<kSize> weight[kParts], bias[kParts];
+
+  __device__ void load(const Problem& p, int col) {
+    load(weight, p.weight, col);
+    if constexpr (kBias) load(bias, p.bias, col);
+  }
+
+  // Turns y into out.
+  __device__ void apply(float (&y)[kVec], const Problem& p) const {
+    float weights[kVec], biases[kVec];
+    widen(weights, weight);
+    fill(biases, 0.f);
+    if constexpr (kBias) widen(biases, bias);
+    apply_weight(y, weights, biases, p);
+  }
+
+ private:
+  __device__ static void load(AnyVec<kSize> (&parts)[kParts], const Vector& vector, int col) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) parts[i] = load_any<kSize>(vector.data, col + i * kSize, kDType);
+  }
+
+  __device__ static void widen(float (&wide)[kVec], const AnyVec<kSize> (&parts)[kParts]) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      float part[kSize];
+      flash::widen(part, parts[i], kDType);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) wide[i * kSize + j] = part[j];
+    }
+  }
+};
+
 // Normalises h and stores the outputs of the row, if it has any.
 template <typename Config, typename ForEach>
 __device__ void store_normalised(const FwdParams& p, const Moments& found, int64_t row, bool row_exists,
@@ -254,12 +300,34 @@ __device__ void store_normalised(const FwdParams& p, const Moments& found, int64
   if (out_row < 0) return;
   const float shift = problem.is_rms_norm ? 0.f : (found.centre - found.mean) * found.rstd;
   char* const out = row_of(p.out, Config::x(p.out.dtype), out_row);
+  // Weights and biases of several vectors are asked for before the first is used: as many as there are registers for.
+  const auto store_groups = [&](auto kWeights, auto kBias) {
+    using Columns = Affine<kWeights, kBias, Config::kVec>;
+    constexpr int kGroup = std::clamp(Config::kAffineRegisters / Columns::kRegisters, 1, Config::kVecs);
+    Columns columns[kGroup];
+#pragma unroll
+    for (int begin = 0; begin < Config::kVecs; begin += kGroup) {
+      const int end = begin + kGroup;
+      for_each([&](int j, int col) { columns[j - begin].load(problem, col); }, begin, end);
+      for_each(
+          [&](int j, int col) {
+            normalise(h[j], found.rstd, shift);
+            columns[j - begin].apply(h[j], problem);
+            store_row<kRagged>(out, Config::kX, col, problem.cols, h[j]);
+          },
+          begin, end);
+    }
+  };
   const auto store_out = [&](auto kWeights) {
-    for_each([&](int j, int col) {
-      normalise(h[j], found.rstd, shift);
-      store_affine<kRagged>(out, Config::kX, col, problem, {problem.weight.data, kWeights},
-                            {problem.bias.data, kWeights}, h[j]);
-    });
+    if constexpr (Config::kAlone) {
+      problem.bias.data ? store_groups(kWeights, Constant<true>{}) : store_groups(kWeights, Constant<false>{});
+    } else {
+      for_each([&](int j, int col) {
+        normalise(h[j], found.rstd, shift);
+        store_affine<kRagged>(out, Config::kX, col, problem, {problem.weight.data, kWeights},
+                              {problem.bias.data, kWeights}, h[j]);
+      });
+    }
   };
   if constexpr (Config::kAll) {
     char* const out1 = row_of(p.out1, Config::x(p.out1.dtype), out_row);
@@ -277,7 +345,8 @@ __device__ void store_normalised(const FwdParams& p, const Moments& found, int64
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
+__global__ __launch_bounds__(Config::kBoundThreads,
+                             Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
   constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
   constexpr bool kRagged = Config::kRagged;
   __shared__ PartExchange::Barriers arrived;
@@ -286,11 +355,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
   const bool row_exists = row < problem.rows;
   const int first = first_column<kVec, kRagged>(p.out, Config::x(p.out.dtype), row);
   const int last = last_column<kRagged>(first, problem.cols), tile = Config::kWhole ? 0 : blockIdx.x;
-  const auto for_each = [&](auto&& fn) {
+  const auto for_each = [&](auto&& fn, int begin = 0, int end = Config::kVecs) {
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
       const int col = column_of<kVec, kVecs>(j, first, tile);
-      if (row_exists && col < last) fn(j, col);
+      if (j >= begin && j < end && row_exists && col < last) fn(j, col);
     }
   };
   if (blockIdx.y == 0 && blockIdx.z == 0) prefetch_weights(problem, for_each);
@@ -314,7 +383,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
   for_each([&](int j, int col) {
     if (kRagged && j == 0 && col < 0) sources.add_ends(branches[0], ends, p, col);
     sum_branches<Config>(h[j], branches[j], p, scaling, drawn[j], col, /*store_masks=*/true);
-    if (p.h.data) store_row<kRagged>(h_row, Config::h(p.h.dtype), col, problem.cols, h[j]);
+    if (!Config::kAlone && p.h.data) store_row<kRagged>(h_row, Config::h(p.h.dtype), col, problem.cols, h[j]);
   });
 
   if (Config::kTiled && !row_exists) return;

@@ -247,6 +247,18 @@ EDGES = [
     Case(shape=(2,), cols=131_072, residual="bf16"),
     Case(shape=(2,), cols=140_000, dtype="fp32", is_rms_norm=True),
     Case(shape=(2,), cols=70_001, residual="bf16"),
+    *(  # x alone, of all sizes of blocks and more than a block
+        Case(shape=(5,), cols=cols, dtype=dtype, weight=weight, bias=bias, is_rms_norm=not bias)
+        for cols, dtype, weight, bias in (
+            (200, "bf16", "bf16", False),
+            (2056, "fp32", "fp32", True),
+            (5000, "bf16", "fp32", False),
+            (8192, "fp16", "fp16", True),
+            (12_288, "bf16", "fp32", True),
+            (16_376, "fp16", "fp32", False),
+            (40_000, "bf16", "bf16", False),
+        )
+    ),
     Case(x1="bf16", residual="bf16", weight1=True, dropout_p=0.37),
     Case(x1="fp32", dropout_p=0.37, is_rms_norm=True),
     Case(weight1=True, zero_centered_weight=True, out_dtype="fp32"),

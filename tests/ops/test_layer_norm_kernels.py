@@ -1,5 +1,6 @@
 """Norms: what only a kernel can trip over."""
 
+import functools
 import itertools
 
 import native
@@ -54,6 +55,15 @@ WIDE = [
 @pytest.mark.parametrize("case", [*sample(NARROW, Case), *params(WIDE)])
 def test_matrices_that_lie_unlike(case, device):
     assert_right(case, device)
+
+
+@pytest.mark.parametrize("cols, weight, bias", [(200, "bf16", True), (4104, "bf16", False), (8200, "fp32", True)])
+def test_x_alone_has_the_bits_of_a_sum_with_zeros(cols, weight, bias, device):
+    """A call without a residual has a kernel of its own, which computes the same."""
+    inputs, _ = Case(shape=(9,), cols=cols, weight=weight, bias=bias).draw(device)
+    for function in (layer_norm_fn, rms_norm_fn):
+        norm = functools.partial(function, inputs["x0"], inputs["weight"], inputs["bias"])
+        assert torch.equal(norm(), norm(residual=torch.zeros_like(inputs["x0"])))
 
 
 def test_gradients_of_parameters_do_not_change(device):
