@@ -1,6 +1,7 @@
 """`flash_attn_with_kvcache`: attention over a cache, and appending to it. Whatever is not in use holds NaN."""
 
 import functools
+import itertools
 
 import oracle
 import pytest
@@ -774,3 +775,43 @@ def test_decoding_is_equal_bit_by_bit(num_splits, device):
     arguments = case.arguments(device)
     first = flash_attn_with_kvcache(**arguments)
     assert all(torch.equal(flash_attn_with_kvcache(**arguments), first) for _ in range(50))
+
+
+# Rows of queries of each entry; used keys of each; window. A block of the pair may have no rows, or no keys of its own;
+# entries may be empty, or have more rows than keys. So
+# many rows that a tile of them is not fuller with heads packed, for which another kernel is.
+PAIRS = {
+    "causal": ((380, 380), (500, 130), (-1, 0)),
+    "causal, packed": ((300, 0, 131, 70), (420, 50, 131, 0), (-1, 0)),
+    "window": ((380, 380), (900, 380), (200, 40)),
+    "window, packed": ((257, 129, 70), (700, 129, 400), (60, 0)),
+    "full": ((350, 350), (353, 0), (-1, -1)),
+    "full, packed": ((128, 256, 70), (176, 1, 177), (-1, -1)),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_keys_that_a_pair_of_thread_blocks_shares(case, device):
+    """The tile for long sequences, on Hopper two thread blocks', is chosen by how many keys the cache has room for."""
+    rows, keys, window = PAIRS[case]
+    capacity, heads, heads_k, dim = 16384, 4, 2, 128
+    q = torch.randn(sum(rows), heads, dim, dtype=torch.bfloat16, device=device)
+    k, v = torch.full((2, len(keys), capacity, heads_k, dim), float("nan"), dtype=torch.bfloat16, device=device)
+    for entry, used in enumerate(keys):
+        for x in (k, v):
+            x[entry, :used] = torch.randn(used, heads_k, dim, device=device)
+    starts = [0, *itertools.accumulate(rows)]
+    packed = {"cu_seqlens_q": torch.tensor(starts, dtype=torch.int32, device=device)} if "packed" in case else {}
+    lengths = torch.tensor(keys, dtype=torch.int32, device=device)
+    queries = q if packed else q.unflatten(0, (len(rows), -1))
+    out, lse = flash_attn_with_kvcache(
+        queries, k, v, cache_seqlens=lengths, window_size=window, return_softmax_lse=True, **packed
+    )
+    out, lse = out.reshape(q.shape), lse if packed else lse.transpose(0, 1).flatten(1)
+    for entry, used in enumerate(keys):
+        own = slice(starts[entry], starts[entry + 1])
+        inputs = q[None, own], k[entry : entry + 1, :used], v[entry : entry + 1, :used]
+        exact, exact_lse = oracle.attention(*(x.double() for x in inputs), window_size=window)
+        plain, plain_lse = oracle.attention(*(x.float() for x in inputs), window_size=window)
+        assert_error_ratio(out[None, own], exact, plain.to(out.dtype), name="out")
+        assert_error_ratio(lse[None, :, own], exact_lse, plain_lse, name="lse")

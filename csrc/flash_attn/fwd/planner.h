@@ -254,15 +254,17 @@ inline int swizzled_heads(const Problem& p, int multiprocessors) {
   return together;
 }
 
-// A plan for persistent thread blocks, or clusters of them, whose tiles have so many rows.
-inline FwdSm90Plan plan_in_tiles(const FwdParams& p, const FwdHints& hints, int tile_rows) {
-  const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
+// A plan for persistent thread blocks, pairs of them that share tiles of twice as many rows, or clusters of them.
+inline FwdSm90Plan plan_in_tiles(const FwdParams& p, const FwdHints& hints, const FwdSm90Tile& tile) {
+  const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, 64 * tile.warpgroups * tile.sharers);
   const int heads = swizzled_heads(p.problem, hints.multiprocessors), tiles = num_tiles(tiling);
   const int cluster_size = channel_slices(FwdSm90Kernel::head_dims(p.problem).of_keys);
   return {.tiling = tiling,
           .swizzle = {.heads = Divisor(heads), .tiles = Divisor(heads * static_cast<int>(tiling.slots.value))},
           .pieces = {},
-          .blocks = cluster_size > 1 ? cluster_size * tiles : std::min(tiles, hints.multiprocessors)};
+          .blocks = cluster_size > 1
+                        ? cluster_size * tiles
+                        : tile.sharers * std::min(tiles, std::max(1, hints.multiprocessors / tile.sharers))};
 }
 
 inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
@@ -270,7 +272,7 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
   const Features features = instance_for<FwdSm90Kernel>(p);
   const bool wide = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
   const bool one_bias = features == Features::kBiased && !p.problem.cu_seqlens_q && bias_tensor(p.problem).batch == 0;
-  FwdSm90Plan plan = plan_in_tiles(p, hints, 64 * fwd_sm90_tile(head_dim, features, wide, head_dim_v).warpgroups);
+  FwdSm90Plan plan = plan_in_tiles(p, hints, fwd_sm90_tile(head_dim, features, wide, head_dim_v));
   plan.wide = wide;
   plan.swizzle.entries_of_bias = Divisor(one_bias ? p.problem.batch : 1);
   return {plan, {.counters = channel_slices(head_dim) > 1 ? 0 : 1}};
@@ -431,10 +433,9 @@ inline FwdChoice plan_invariant_dense(const FwdParams& p, const FwdHints& hints,
     const bool wide = std::get<FwdSm90Plan>(ordinary.plan).wide;
     if (fwd_sm90_tile(head_dim, features, wide, head_dim_v).keys == tile.keys) return ordinary;
   }
-  const int tile_rows = 64 * tile.warpgroups;
-  InvariantPlan plan{plan_in_tiles(p, hints, tile_rows)};
+  InvariantPlan plan{plan_in_tiles(p, hints, tile)};
   plan.pieces = pieces;
-  return {plan, {.totals = size_of_totals(pieces, plan.blocks, tile_rows, head_dim_v), .counters = 1}};
+  return {plan, {.totals = size_of_totals(pieces, plan.blocks, 64 * tile.warpgroups, head_dim_v), .counters = 1}};
 }
 
 // Whether it is left to the portable kernel whichever function computes it.

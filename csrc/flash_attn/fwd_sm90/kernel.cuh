@@ -25,6 +25,10 @@
 // rows and 64 keys, writing and reading these 32 KB takes 512 cycles of shared-memory bandwidth, 1/4 of the tensor-core
 // time of both products, and P V runs meanwhile. A single block has registers for O of 64 rows x 512 channels only: it
 // would read K and V twice as often from the L2 cache and exchange as much.
+//
+// In wide tiles of 128 channels, a cluster of two thread blocks shares keys: together they have a tile of twice as many
+// rows, and each copies half of the channels of K and V to both. So the L2 cache is read half as often, for which a GPU
+// at its limit of power has a higher clock. A stage is empty when the consumers of both have released it.
 #pragma once
 
 #include "common/launch.h"
@@ -50,7 +54,8 @@ __global__ __launch_bounds__(Config::kThreads,
   auto& shared = shared_memory<FwdSm90Shared<Config>>();
   if constexpr (Config::kServing) ptx::launch_dependents();  // merge_pieces, whose blocks come as those of this leave
   if (threadIdx.x == 0) shared.init();
-  Config::kClusterSize == 1 ? __syncthreads() : ptx::sync_cluster();
+  constexpr int kClusterBlocks = Config::kClusterSize * Config::kSharers;
+  kClusterBlocks == 1 ? __syncthreads() : ptx::sync_cluster();
   const int rank = warpgroup_id();
   if (rank < Config::kConsumers) {
     if constexpr (Config::kConsumers > 1) ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -61,6 +66,10 @@ __global__ __launch_bounds__(Config::kThreads,
   } else if constexpr (Config::kDropped) {
     ptx::setmaxnreg_dec<Config::kDrawerRegisters>();
     Drawer<Config>{args.params, shared}.run();
+  }
+  if constexpr (Config::kSharers > 1) {  // a block must not exit while the other may still copy to it or arrive there
+    __syncwarp();
+    ptx::sync_cluster();
   }
 #endif
 }
@@ -84,7 +93,7 @@ void run_fwd_dense(const FwdSm90Params& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(p.plan.blocks),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared),
-                          .cluster = Config::kClusterSize};
+                          .cluster = Config::kClusterSize * Config::kSharers};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
 }
 
