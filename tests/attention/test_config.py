@@ -325,9 +325,7 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
 
     A tile of a bias is packed, too, and its rows lie as those of 64 columns do, which are read without conflicts.
     """
-    warpgroups, keys, *_, sharers, has_wide = numbers(
-        host, 7, "find_fwd_sm90_tile", head_dim, head_dim_v, features, wide
-    )
+    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, head_dim_v, features, wide)
     if wide and not has_wide:
         pytest.skip("there is no wide tile")
     if features == BIASED and (head_dim > 256 or head_dim_v != head_dim):
@@ -341,7 +339,7 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
     of_bias = keys // 4 if features == BIASED else 0
     assert (
         keys // 2 + keys // 4 + of_bias + head_dim_v // parts(host, head_dim) // 2 + 24
-        <= {2: 208 if features == DROPPED else 224 if sharers == 2 else 232, 3: 160}[warpgroups]
+        <= {2: 208 if features == DROPPED else 232, 3: 160}[warpgroups]
     )
 
 
@@ -493,6 +491,7 @@ class Plan(typing.NamedTuple):
     section_heads: int
     section_tiles: int
     wide: bool
+    paired: bool
     warpgroups: int
     even: bool
     piece_slots: int
@@ -608,19 +607,21 @@ def test_hopper_plan(host):
             continue
         taken += 1
         dims = problem.head_dim, problem.head_dim
-        warpgroups, *_, sharers, has_wide = numbers(
-            host, 7, "find_fwd_sm90_tile", *dims, PLAIN if problem.plain else ALL, plan.wide
+        warpgroups, *_, has_wide = numbers(
+            host, 6, "find_fwd_sm90_tile", *dims, PLAIN if problem.plain else ALL, plan.wide
         )
         entries = 1 if problem.packed_q else problem.batch
         assert plan.packed_heads == 1
         assert has_wide or not plan.wide
+        assert plan.wide or not plan.paired
+        sharers = 1 + plan.paired
         assert plan.slots >= -(-problem.seqlen_q // (64 * warpgroups * sharers))
         assert plan.tiles == plan.slots * entries * problem.heads
         assert entries * problem.heads % plan.section_heads == 0
         assert plan.section_heads <= problem.multiprocessors // 2
         assert plan.section_tiles == plan.section_heads * plan.slots
         shared_by = parts(host, problem.head_dim)
-        clusters = min(plan.tiles, max(1, problem.multiprocessors // sharers))
+        clusters = min(plan.tiles, problem.multiprocessors // sharers)
         assert plan.blocks == (2 * plan.tiles if shared_by == 2 else sharers * clusters)
         assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, int(shared_by == 1))
     assert taken > 30
@@ -757,7 +758,7 @@ def test_batches_do_not_matter(host):
             continue
         if plan.kernel == SM90:
             assert problem.longest_k <= pieces * keys
-            assert numbers(host, 7, "find_fwd_sm90_tile", *dims, features, plan.wide)[1] == keys
+            assert numbers(host, 6, "find_fwd_sm90_tile", *dims, features, plan.wide)[1] == keys
             continue
         assert plan.piece_blocks == (pieces if problem.longest_k > pieces * keys else 0)
         if plan.kernel == SERVING:

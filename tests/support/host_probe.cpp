@@ -52,11 +52,11 @@ const char* find_fwd_tile(int head_dim, bool plain, int64_t* tile) {
   return answer(tile, {found.rows, found.keys, found.warps});
 }
 
-// tile: warpgroups, keys, stages, stages of queries, whether O is staged, sharers, whether there is a wide one.
+// tile: warpgroups, keys, stages, stages of queries, whether O is staged, whether there is a wide one.
 const char* find_fwd_sm90_tile(int head_dim, int head_dim_v, Features features, bool wide, int64_t* tile) {
   const FwdSm90Tile found = fwd_sm90_tile(head_dim, features, wide, head_dim_v);
   return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages, found.staged_output,
-                       found.sharers, has_wide_tile(head_dim, features)});
+                       has_wide_tile(head_dim, features)});
 }
 
 // tile: warpgroups, keys, stages, stages of queries.
@@ -157,6 +157,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
                   order.swizzle.heads.value,
                   order.swizzle.tiles.value,
                   order.wide,
+                  order.paired,
                   serving ? serving->warpgroups : 0,
                   serving && serving->even,
                   serving ? serving->slots.count : 0,

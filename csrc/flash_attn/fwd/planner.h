@@ -239,6 +239,15 @@ inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   return hints.longest_k >= (rows_differ(p) ? 2048 : 1024);
 }
 
+// Whether pairs of thread blocks share keys, of which the second has nothing to do where an entry's last tile has few
+// rows. What they save is energy, for which long rows have a higher clock.
+inline bool wants_pairs(const Problem& p, const FwdHints& hints) {
+  constexpr int64_t kManyRows = 4096;
+  const int64_t rows =
+      p.cu_seqlens_q ? std::min<int64_t>(hints.longest_q, p.seqlen_q / std::max(1, p.batch)) : p.seqlen_q;
+  return rows >= kManyRows && hints.multiprocessors > 1;
+}
+
 // For how many heads (of all entries) tiles are processed together, the longest first (TileSwizzle). Where all rows see
 // equally many keys, there is nothing to balance, and tiles go head by head: 1. Otherwise as many heads as have keys
 // and values that fit the L2 cache together. But the longest tiles also wait for memory, so at most half of the SMs
@@ -262,9 +271,8 @@ inline FwdSm90Plan plan_in_tiles(const FwdParams& p, const FwdHints& hints, cons
   return {.tiling = tiling,
           .swizzle = {.heads = Divisor(heads), .tiles = Divisor(heads * static_cast<int>(tiling.slots.value))},
           .pieces = {},
-          .blocks = cluster_size > 1
-                        ? cluster_size * tiles
-                        : tile.sharers * std::min(tiles, std::max(1, hints.multiprocessors / tile.sharers))};
+          .blocks = cluster_size > 1 ? cluster_size * tiles
+                                     : tile.sharers * std::min(tiles, hints.multiprocessors / tile.sharers)};
 }
 
 inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
@@ -272,8 +280,10 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
   const Features features = instance_for<FwdSm90Kernel>(p);
   const bool wide = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
   const bool one_bias = features == Features::kBiased && !p.problem.cu_seqlens_q && bias_tensor(p.problem).batch == 0;
-  FwdSm90Plan plan = plan_in_tiles(p, hints, fwd_sm90_tile(head_dim, features, wide, head_dim_v));
-  plan.wide = wide;
+  const bool pairs = wide && has_paired_tile(head_dim, features) && wants_pairs(p.problem, hints);
+  const FwdSm90Tile tile = fwd_sm90_tile(head_dim, features, wide, head_dim_v);
+  FwdSm90Plan plan = plan_in_tiles(p, hints, pairs ? paired(tile) : tile);
+  plan.wide = wide, plan.paired = pairs;
   plan.swizzle.entries_of_bias = Divisor(one_bias ? p.problem.batch : 1);
   return {plan, {.counters = channel_slices(head_dim) > 1 ? 0 : 1}};
 }

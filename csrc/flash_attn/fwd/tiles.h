@@ -60,12 +60,19 @@ constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, 
   if (head_dim <= 64) return {wide ? 3 : 2, 128, 3, 2, true};
   if (head_dim <= 96) return wide ? FwdSm90Tile{3, 112, 2, 2, true} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
   if (head_dim <= 128 && features == Features::kDropped) return {2, 128, 2, 1, true};  // bits take 4 KB
-  if (head_dim <= 128) {
-    return wide ? FwdSm90Tile{2, 176, 2, 1, false, /*sharers=*/2} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
-  }
+  if (head_dim <= 128) return wide ? FwdSm90Tile{2, 176, 2, 1, false} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
   if (head_dim <= 192 && head_dim_v < head_dim) return {2, plain ? 128 : 96, 2, 1, !plain};  // 208 or 200 KB
   if (head_dim <= 192) return {2, plain ? 112 : 96, 2, 1, false};
   return {2, wide ? 80 : 64, 2, 1, false};  // also for 512 channels, of which a thread block has half
+}
+
+// Whether there are instances in which pairs of thread blocks share the keys of wide tiles.
+constexpr bool has_paired_tile(int head_dim, Features features) {
+  return features == Features::kPlain && head_dim == 128;
+}
+constexpr FwdSm90Tile paired(FwdSm90Tile tile) {
+  tile.sharers = 2;
+  return tile;
 }
 
 // The tiles of serving instances of fwd_sm90, with one or two warpgroups. The keys of a tile do not depend on how many.

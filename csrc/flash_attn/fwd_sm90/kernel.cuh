@@ -26,9 +26,9 @@
 // time of both products, and P V runs meanwhile. A single block has registers for O of 64 rows x 512 channels only: it
 // would read K and V twice as often from the L2 cache and exchange as much.
 //
-// In wide tiles of 128 channels, a cluster of two thread blocks shares keys: together they have a tile of twice as many
-// rows, and each copies half of the channels of K and V to both. So the L2 cache is read half as often, for which a GPU
-// at its limit of power has a higher clock. A stage is empty when the consumers of both have released it.
+// On long sequences with 128 channels, a cluster of two thread blocks shares keys: together they have a tile of twice
+// as many rows, and each copies half of the channels of K and V to both. So the L2 cache is read half as often, for
+// which a GPU at its limit of power has a higher clock. A stage is empty when the consumers of both have released it.
 #pragma once
 
 #include "common/launch.h"
@@ -101,6 +101,11 @@ template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDim
 void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
   constexpr auto kKind = kWide ? FwdSm90Kind::kDenseWide : FwdSm90Kind::kDense;
   run_fwd_dense<FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>>(p, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
+void run_fwd_paired(const FwdSm90Params& p, cudaStream_t stream) {
+  run_fwd_dense<FwdSm90Config<T, kHeadDim, kFeatures, FwdSm90Kind::kDensePaired, kHeadDimV>>(p, stream);
 }
 
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>

@@ -43,14 +43,15 @@ struct ServingLaunch {
   ServingParams params;
 };
 
-// Which instances: for dense tensors, with the ordinary or the wide tile; for serving, with two warpgroups or one; or
-// for dense tensors, with the tile and the bits of those for serving.
-enum class FwdSm90Kind { kDense, kDenseWide, kServing, kServingFewRows, kInvariant };
+// Which instances: for dense tensors, with the ordinary or the wide tile, or with wide ones in pairs; for serving, with
+// two warpgroups or one; or for dense tensors, with the tile and the bits of those for serving.
+enum class FwdSm90Kind { kDense, kDenseWide, kDensePaired, kServing, kServingFewRows, kInvariant };
 
 constexpr FwdSm90Tile tile_of(FwdSm90Kind kind, int head_dim, Features features, int head_dim_v) {
   if (kind == FwdSm90Kind::kInvariant) return invariant_tile(head_dim, features, head_dim_v);
   if (kind == FwdSm90Kind::kServing) return serving_tile(head_dim, features, 2, head_dim_v);
   if (kind == FwdSm90Kind::kServingFewRows) return serving_tile(head_dim, features, 1, head_dim_v);
+  if (kind == FwdSm90Kind::kDensePaired) return paired(fwd_sm90_tile(head_dim, features, /*wide=*/true, head_dim_v));
   return fwd_sm90_tile(head_dim, features, kind == FwdSm90Kind::kDenseWide, head_dim_v);
 }
 
