@@ -466,6 +466,7 @@ class Problem:
     page_size: int = 16
     leftpad: bool = False
     invariance: int = 0
+    window_left: int = -1
 
     @property
     def group(self):
@@ -625,6 +626,29 @@ def test_hopper_plan(host):
         assert plan.blocks == (2 * plan.tiles if shared_by == 2 else sharers * clusters)
         assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, int(shared_by == 1))
     assert taken > 30
+
+
+@pytest.mark.parametrize(
+    "rows, changes, wide, paired",
+    [
+        (8191, {}, False, False),
+        (8192, {}, True, False),
+        (16383, {}, True, False),
+        (16384, {}, True, True),
+        (16384, dict(causal=True), True, True),
+        (16384, dict(packed_q=True), True, False),
+        (16384, dict(multiprocessors=1), True, False),
+        (16384, dict(longest_q=128), True, False),
+        (1 << 20, dict(causal=True, window_left=8190), False, False),
+        (1 << 20, dict(causal=True, window_left=8191), True, False),
+        (1 << 20, dict(causal=True, window_left=16383), True, True),
+    ],
+)
+def test_long_rows(host, rows, changes, wide, paired):
+    """Wide tiles, and pairs of thread blocks that share them, by how many keys a row sees."""
+    long = Problem(heads_k=8, seqlen_q=rows, longest_q=rows, longest_k=rows, has_sm90=True)
+    plan = plan_of(host, dataclasses.replace(long, **changes))
+    assert (plan.kernel, plan.wide, plan.paired) == (SM90, wide, paired)
 
 
 MANY = Problem(batch=8, heads=32, heads_k=32, seqlen_q=2048, longest_q=2048, longest_k=2049, has_sm90=True)
