@@ -197,7 +197,14 @@ def _parse(description, family):
     )
     parser.add_argument("--plot", action="store_true", help="also draw a PNG beside the CSV file")
     parser.add_argument("--kernels", action="store_true", help="also list what a GPU does, in a file beside it")
-    parser.add_argument("--power", action="store_true", help="also measure clock and power, in a file beside it")
+    parser.add_argument(
+        "--power",
+        nargs="?",
+        const=2.0,
+        type=float,
+        metavar="SECONDS",
+        help="also measure clock and energy of each function for so long, in a file beside it (2 if not given)",
+    )
     args = parser.parse_args()
     for flag in ("kernels", "power"):
         if getattr(args, flag) and args.device != "cuda":
@@ -220,7 +227,7 @@ def _measure(case, args, peaks, baseline):
         buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
         _append_beside(case, functions, args.csv, "kernels", lambda function: kernels_of(function, buffer.zero_))
     if args.power:
-        _append_beside(case, functions, args.csv, "power", lambda function: [power_of(function)])
+        _append_beside(case, functions, args.csv, "power", lambda function: [power_of(function, args.power)])
     return [
         _row(case, name, times[name], peaks, medians.get(baseline), functions[name], held_mb[name], args.device)
         for name in times

@@ -86,6 +86,12 @@ HOPPER = {
     for dtype, (name, features) in itertools.product(TYPES, HOPPER_FEATURES.items())
     for head_dim in BWD_HEAD_DIMS[name]
 }
+PAIRED = {  # pairs of thread blocks that share keys (has_paired_tile in fwd/tiles.h)
+    f"flash_attn_fwd_sm90_{dtype}_128_plain_paired": _flash_attn(
+        "fwd_sm90", f"run_fwd_paired<{TYPES[dtype]}, 128, Features::kPlain, 128>", "FwdSm90Params"
+    )
+    for dtype in TYPES
+}
 UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
     f"flash_attn_{kind}_sm90_{dtype}_192_128_{name}": _flash_attn(
         kernel, f"run_{kind}_sm90<{TYPES[dtype]}, 192, {features}, {rest}>", params
@@ -127,7 +133,7 @@ DBIAS = {
 }
 
 # Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = PORTABLE | CODED | HOPPER | UNEQUAL_HEAD_DIMS | SERVING | INVARIANT | DMASK | DBIAS
+INSTANCES: dict[str, str] = PORTABLE | CODED | HOPPER | PAIRED | UNEQUAL_HEAD_DIMS | SERVING | INVARIANT | DMASK | DBIAS
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

@@ -166,44 +166,69 @@ def test_memory_of_graphs(monkeypatch):
     assert harness._warmed(case, providers)[1] == {"plain": 0, "graph": 3, "other": 0.5}
 
 
+class Nvml:
+    """NVIDIA's library, as ctypes would load it, and a board that takes 600 W. refuses: a function that fails."""
+
+    def __init__(self, refuses=None):
+        self.start = time.perf_counter()
+        if refuses:
+            setattr(self, refuses, lambda *_: 3)
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, device):
+        device._obj.value = 7
+        return uuid != b"GPU-1-2-3"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device, millijoules):
+        millijoules._obj.value = int(6e5 * (time.perf_counter() - self.start))
+        return device.value != 7
+
+    def nvmlDeviceGetClockInfo(self, device, which, clock):
+        clock._obj.value = 1980 if time.perf_counter() < self.start + 0.05 else 1500
+        return (device.value, which) != (7, 1)
+
+
 @pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """install(script) puts a shell script of this name in the place of NVIDIA's."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+def nvml(monkeypatch):
+    """install(Nvml(..) or an error) puts it in the place of the driver's library."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(uuid="1-2-3"))
 
-    def install(script):
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
+    def install(library):
+        def load(name):
+            assert name == "libnvidia-ml.so.1"
+            if isinstance(library, Exception):
+                raise library
+            return library
+
+        monkeypatch.setattr(power.ctypes, "CDLL", load)
 
     return install
 
 
-def test_power_of_a_function(nvidia_smi, tmp_path):
-    """What nvidia-smi says before a number, and what it read while clocks settled, does not count."""
-    nvidia_smi(
-        f"""echo "$@" > {tmp_path}/arguments; echo '[N/A], [N/A]'; echo 1980, 100
-        while ! [ -e {tmp_path}/settled ]; do echo 1980, 100; sleep .01; done
-        while true; do echo 1500, 600.5; sleep .01; done"""
-    )
-    start = time.perf_counter()
-
-    def function():
-        time.sleep(0.002)
-        if time.perf_counter() > start + 0.1:
-            (tmp_path / "settled").touch()
-
-    found = power.power_of(function, seconds=2.0)
-    assert (found.mhz, found.watts) == (1500, 600.5)
-    assert found.ms >= 2 and found.mj == found.watts * found.ms
-    assert "--id=GPU-1-2-3 --loop-ms=10" in (tmp_path / "arguments").read_text()
+def test_power_of_a_function(nvml):
+    """Energy is that of the calls that are counted; what the clock was before it settled does not count."""
+    nvml(Nvml())  # which begins to settle
+    found = power.power_of(lambda: time.sleep(0.002), seconds=0.4)
+    assert found.mhz == 1500 and found.watts == pytest.approx(600, rel=0.01)
+    assert found.ms >= 2 and found.mj == pytest.approx(found.watts * found.ms)
 
 
-def test_power_that_cannot_be_read(nvidia_smi):
-    nvidia_smi("echo No devices were found >&2; exit 6")
-    with pytest.raises(RuntimeError, match=r"nvidia-smi gave no reading in \d\.\d s: No devices were found"):
-        power.power_of(lambda: time.sleep(0.01), seconds=0.2)
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [
+        (OSError("no such file"), "clock and energy are NVML's to read, .*: no such file"),
+        (Nvml("nvmlInit_v2"), "NVML refuses nvmlInit_v2, with status 3"),
+        (Nvml("nvmlDeviceGetTotalEnergyConsumption"), "refuses nvmlDeviceGetTotalEnergyConsumption, with status 3"),
+    ],
+    ids=["missing", "driver", "counter"],
+)
+def test_power_that_cannot_be_read(nvml, library, message):
+    nvml(library)
+    with pytest.raises(RuntimeError, match=message):
+        power.power_of(lambda: None, seconds=0.01)
 
 
 @pytest.mark.cuda
@@ -318,18 +343,40 @@ def test_rows_that_have_moved():
     ]
 
 
+def test_lines_of_rows():
+    """Beside a row stand clock and energy of the same provider; what was not measured is left out."""
+
+    def row(case, provider="flash_attn", **columns):
+        return types.SimpleNamespace(op="op", case=case, dtype="bf16", provider=provider, ms=1.25, **columns)
+
+    rows = [
+        row("a", tflops=640.4, gbps=None, ratio=1.149),
+        row("a", "torch"),
+        row("b", tflops=None, gbps=2900, ratio=None),
+    ]
+    powers = [row("a", "torch", mj=9e3, mhz=1), row("a", mj=1134, mhz=1440)]
+    assert rerun.lines_of(rows, powers) == [
+        "op/a/bf16: 1.25 ms, 640 TFLOP/s, 1.134 J, 1440 MHz, 1.15 of the baseline's speed",
+        "op/b/bf16: 1.25 ms, 2900 GB/s",
+    ]
+
+
 def test_rerun_measures_every_family(tmp_path, monkeypatch, capsys):
     """Here with rows that are those of before, so that none has moved."""
+    commands = []
 
     def run(command, **_):
+        commands.append(command)
         path = pathlib.Path(command[command.index("--csv") + 1])
         path.parent.mkdir(exist_ok=True)
         path.write_text((RESULTS / path.name).read_text())
 
     monkeypatch.setattr(rerun, "FOLDER", tmp_path / "rerun")
     monkeypatch.setattr(rerun.subprocess, "run", run)
+    monkeypatch.setattr(rerun.report, "default_device", lambda: "cuda")
     monkeypatch.setattr(sys, "argv", ["rerun"])
     assert rerun.main() == 0
+    assert all(command[-2:] == ["--power", "0.5"] for command in commands)
     assert {path.stem for path in (tmp_path / "rerun").glob("*.csv")} == set(rerun.FAMILIES)
     assert "0 rows have moved by more than 5%" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["rerun", "nothing"])

@@ -56,6 +56,9 @@ auto fwd_instance(const CodedDecodePlan&) {
 }
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto fwd_instance(const FwdSm90Plan& plan) {
+  if constexpr (has_paired_tile(kHeadDim, kFeatures)) {
+    if (plan.paired) return run_fwd_paired<T, kHeadDim, kFeatures, kHeadDimV>;
+  }
   if constexpr (has_wide_tile(kHeadDim, kFeatures)) {
     if (plan.wide) return run_fwd_sm90<T, kHeadDim, kFeatures, true, kHeadDimV>;
   }

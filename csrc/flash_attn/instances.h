@@ -18,6 +18,9 @@ template <typename T, int kHeadDim, Features kFeatures>
 template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV = kHeadDim>
 [[gnu::weak]] void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream);
 
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
+[[gnu::weak]] void run_fwd_paired(const FwdSm90Params& p, cudaStream_t stream);
+
 template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHeadDimV = kHeadDim>
 [[gnu::weak]] void run_fwd_serving(const ServingParams& p, cudaStream_t stream);
 

@@ -468,6 +468,7 @@ class Problem:
     leftpad: bool = False
     invariance: int = 0
     coded: bool = False
+    window_left: int = -1
 
     @property
     def group(self):
@@ -493,6 +494,7 @@ class Plan(typing.NamedTuple):
     section_heads: int
     section_tiles: int
     wide: bool
+    paired: bool
     warpgroups: int
     even: bool
     piece_slots: int
@@ -614,15 +616,41 @@ def test_hopper_plan(host):
         entries = 1 if problem.packed_q else problem.batch
         assert plan.packed_heads == 1
         assert has_wide or not plan.wide
-        assert plan.slots >= -(-problem.seqlen_q // (64 * warpgroups))
+        assert plan.wide or not plan.paired
+        sharers = 1 + plan.paired
+        assert plan.slots >= -(-problem.seqlen_q // (64 * warpgroups * sharers))
         assert plan.tiles == plan.slots * entries * problem.heads
         assert entries * problem.heads % plan.section_heads == 0
         assert plan.section_heads <= problem.multiprocessors // 2
         assert plan.section_tiles == plan.section_heads * plan.slots
         shared_by = parts(host, problem.head_dim)
-        assert plan.blocks == (2 * plan.tiles if shared_by == 2 else min(plan.tiles, problem.multiprocessors))
+        clusters = min(plan.tiles, problem.multiprocessors // sharers)
+        assert plan.blocks == (2 * plan.tiles if shared_by == 2 else sharers * clusters)
         assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, int(shared_by == 1))
     assert taken > 30
+
+
+@pytest.mark.parametrize(
+    "rows, changes, wide, paired",
+    [
+        (8191, {}, False, False),
+        (8192, {}, True, False),
+        (16383, {}, True, False),
+        (16384, {}, True, True),
+        (16384, dict(causal=True), True, True),
+        (16384, dict(packed_q=True), True, False),
+        (16384, dict(multiprocessors=1), True, False),
+        (16384, dict(longest_q=128), True, False),
+        (1 << 20, dict(causal=True, window_left=8190), False, False),
+        (1 << 20, dict(causal=True, window_left=8191), True, False),
+        (1 << 20, dict(causal=True, window_left=16383), True, True),
+    ],
+)
+def test_long_rows(host, rows, changes, wide, paired):
+    """Wide tiles, and pairs of thread blocks that share them, by how many keys a row sees."""
+    long = Problem(heads_k=8, seqlen_q=rows, longest_q=rows, longest_k=rows, has_sm90=True)
+    plan = plan_of(host, dataclasses.replace(long, **changes))
+    assert (plan.kernel, plan.wide, plan.paired) == (SM90, wide, paired)
 
 
 MANY = Problem(batch=8, heads=32, heads_k=32, seqlen_q=2048, longest_q=2048, longest_k=2049, has_sm90=True)

@@ -10,7 +10,7 @@ from cases import Case, params, uncovered
 from compare import assert_error_ratio, largest_error
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import _library, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._reference.attention.options import CacheOptions
 
 
@@ -774,3 +774,28 @@ def test_decoding_is_equal_bit_by_bit(num_splits, device):
     arguments = case.arguments(device)
     first = flash_attn_with_kvcache(**arguments)
     assert all(torch.equal(flash_attn_with_kvcache(**arguments), first) for _ in range(50))
+
+
+@pytest.mark.parametrize("rows, keys, causal", [(16400, (300, 0), True), (16514, (90,), False)])
+def test_keys_that_a_pair_of_thread_blocks_shares(rows, keys, causal, device):
+    """On Hopper, for many rows and where the cache has room for many keys, of which few are used.
+
+    Rows may end within either half of a pair's tile. Most of a causal call see no keys.
+    """
+    if not _library.runs_in_kernel("fwd", torch.empty(0, device=device)):
+        pytest.skip("needs kernels, of a GPU or emulated")
+    entries, capacity, heads, heads_k, dim = len(keys), 16384, 1, 1, 128
+    q = torch.randn(entries, rows, heads, dim, dtype=torch.bfloat16, device=device)
+    k, v = torch.full((2, entries, capacity, heads_k, dim), float("nan"), dtype=torch.bfloat16, device=device)
+    for entry, used in enumerate(keys):
+        for x in (k, v):
+            x[entry, :used] = torch.randn(used, heads_k, dim, device=device)
+    lengths = torch.tensor(keys, dtype=torch.int32, device=device)
+    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=causal, return_softmax_lse=True)
+    for entry, used in enumerate(keys):
+        own = slice(entry, entry + 1)
+        inputs = q[own], k[own, :used], v[own, :used]
+        exact, exact_lse = oracle.attention(*(x.double() for x in inputs), causal=causal)
+        plain, plain_lse = oracle.attention(*(x.float() for x in inputs), causal=causal)
+        assert_error_ratio(out[own], exact, plain.to(out.dtype), name="out")
+        assert_error_ratio(lse[own], exact_lse, plain_lse, name="lse")

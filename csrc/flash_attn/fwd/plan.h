@@ -78,7 +78,8 @@ struct TileSwizzle {
 struct FwdSm90Plan {
   using Kernel = FwdSm90Kernel;
   Tiling tiling;
-  bool wide = false;  // whether to use the larger tile for long sequences (has_wide_tile)
+  bool wide = false;    // whether to use the larger tile for long sequences (has_wide_tile)
+  bool paired = false;  // whether pairs of thread blocks share the keys of such tiles (has_paired_tile)
   TileSwizzle swizzle;
   FixedPieces pieces;    // only in an InvariantPlan
   int blocks = 0;        // of the grid: persistent thread blocks, or a cluster of them for each tile

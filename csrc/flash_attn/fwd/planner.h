@@ -237,14 +237,26 @@ inline bool wants_tiled_bias(const FwdParams& p, const FwdHints& hints) {
          could_tile_bias<FwdSm90Kernel>(p.problem);
 }
 
+// No row sees more keys.
+inline int64_t most_seen_keys(const Problem& p, const FwdHints& hints) {
+  return std::min(hints.longest_k, int64_t{p.window_left} + p.window_right + 1);
+}
+
 // Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
 // more scores that the mask hides.
 inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   const int head_dim = sm90_head_dims(p.head_dim, p.head_dim_v).of_keys;
   if (head_dim == 64) return hints.longest_q >= (rows_differ(p) ? 2048 : 512);
   if (head_dim == 96) return hints.longest_q >= (rows_differ(p) ? 8192 : 2048);
-  if (head_dim == 128) return hints.longest_k >= (rows_differ(p) ? 16384 : 8192);
+  if (head_dim == 128) return most_seen_keys(p, hints) >= 8192;
   return hints.longest_k >= (rows_differ(p) ? 2048 : 1024);
+}
+
+// Whether pairs of thread blocks share keys. That takes 1 to 2 % more cycles, and so much less energy that long rows,
+// whose clock the limit of power sets, take 2 to 3 % less time. Shorter and packed ones have not been tried.
+inline bool wants_pairs(const Problem& p, const FwdHints& hints) {
+  constexpr int64_t kLong = 16384;
+  return !p.cu_seqlens_q && std::min(hints.longest_q, most_seen_keys(p, hints)) >= kLong && hints.multiprocessors > 1;
 }
 
 // For how many heads (of all entries) tiles are processed together, the longest first (TileSwizzle). Where all rows see
@@ -262,15 +274,16 @@ inline int swizzled_heads(const Problem& p, int multiprocessors) {
   return together;
 }
 
-// A plan for persistent thread blocks, or clusters of them, whose tiles have so many rows.
-inline FwdSm90Plan plan_in_tiles(const FwdParams& p, const FwdHints& hints, int tile_rows) {
-  const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
+// A plan for persistent thread blocks, pairs of them that share tiles of twice as many rows, or clusters of them.
+inline FwdSm90Plan plan_in_tiles(const FwdParams& p, const FwdHints& hints, const FwdSm90Tile& tile) {
+  const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, 64 * tile.warpgroups * tile.sharers);
   const int heads = swizzled_heads(p.problem, hints.multiprocessors), tiles = num_tiles(tiling);
   const int cluster_size = channel_slices(FwdSm90Kernel::head_dims(p.problem).of_keys);
   return {.tiling = tiling,
           .swizzle = {.heads = Divisor(heads), .tiles = Divisor(heads * static_cast<int>(tiling.slots.value))},
           .pieces = {},
-          .blocks = cluster_size > 1 ? cluster_size * tiles : std::min(tiles, hints.multiprocessors)};
+          .blocks = cluster_size > 1 ? cluster_size * tiles
+                                     : tile.sharers * std::min(tiles, hints.multiprocessors / tile.sharers)};
 }
 
 inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
@@ -278,8 +291,10 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
   const Features features = instance_for<FwdSm90Kernel>(p);
   const bool wide = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
   const bool one_bias = features == Features::kBiased && !p.problem.cu_seqlens_q && bias_tensor(p.problem).batch == 0;
-  FwdSm90Plan plan = plan_in_tiles(p, hints, 64 * fwd_sm90_tile(head_dim, features, wide, head_dim_v).warpgroups);
-  plan.wide = wide;
+  const bool pairs = wide && has_paired_tile(head_dim, features) && wants_pairs(p.problem, hints);
+  const FwdSm90Tile tile = fwd_sm90_tile(head_dim, features, wide, head_dim_v);
+  FwdSm90Plan plan = plan_in_tiles(p, hints, pairs ? paired(tile) : tile);
+  plan.wide = wide, plan.paired = pairs;
   plan.swizzle.entries_of_bias = Divisor(one_bias ? p.problem.batch : 1);
   return {plan, {.counters = channel_slices(head_dim) > 1 ? 0 : 1}};
 }
@@ -459,10 +474,9 @@ inline FwdChoice plan_invariant_dense(const FwdParams& p, const FwdHints& hints,
     const bool wide = std::get<FwdSm90Plan>(ordinary.plan).wide;
     if (fwd_sm90_tile(head_dim, features, wide, head_dim_v).keys == tile.keys) return ordinary;
   }
-  const int tile_rows = 64 * tile.warpgroups;
-  InvariantPlan plan{plan_in_tiles(p, hints, tile_rows)};
+  InvariantPlan plan{plan_in_tiles(p, hints, tile)};
   plan.pieces = pieces;
-  return {plan, {.totals = size_of_totals(pieces, plan.blocks, tile_rows, head_dim_v), .counters = 1}};
+  return {plan, {.totals = size_of_totals(pieces, plan.blocks, 64 * tile.warpgroups, head_dim_v), .counters = 1}};
 }
 
 // Whether it is left to the portable kernel whichever function computes it.

@@ -38,17 +38,14 @@ struct WorkTile {
   int index;  // of the tile among all tiles; the splits of a tile share it
 };
 
-// The tile of a slot of the `outer`-th group of heads, counted over all entries of a dense batch.
+// The tile that comes `nth` of those of the `outer`-th group of heads, counted over all entries of a dense batch. An
+// entry's last rows come first: under a causal mask they see most keys, and what is short fills the gaps at the end.
 template <int kRows>
-__device__ WorkTile tile_of_slot(const Problem& p, const Tiling& tiling, int outer, int slot, int split, int index) {
+__device__ WorkTile tile_of_slot(const Problem& p, const Tiling& tiling, int outer, int nth, int split, int index) {
   const int dense_entry = tiling.head_groups.divide(outer), packed_heads = tiling.packed_heads.value;
   const int head = tiling.head_groups.remainder(outer, dense_entry) * packed_heads;
-  const int key_head = tiling.group.divide(head);
-  if (p.cu_seqlens_q == nullptr) {
-    // The longest tiles come first: under a causal mask those are the last rows.
-    const int row0 = (static_cast<int>(tiling.slots.value) - 1 - slot) * kRows;
-    return {dense_entry, head, key_head, row0, split, index};
-  }
+  const int key_head = tiling.group.divide(head), slot = static_cast<int>(tiling.slots.value) - 1 - nth;
+  if (p.cu_seqlens_q == nullptr) return {dense_entry, head, key_head, slot * kRows, split, index};
   const int entry = entry_of_slot(p, slot, packed_heads, kRows);
   const int64_t start = __ldg(p.cu_seqlens_q + entry) * int64_t{packed_heads};
   return {entry, head, key_head, static_cast<int>(slot - start / kRows - entry) * kRows, split, index};

@@ -37,6 +37,7 @@ struct FwdSm90Tile {
   int stages;          // blocks of K, and of V, in shared memory at a time
   int query_stages;    // tiles of Q in shared memory at a time
   bool staged_output;  // whether O has a tile of its own in shared memory, from which TMA stores it
+  int sharers = 1;     // thread blocks that share keys: each has rows of its own, and copies a part of K and V to all
 };
 
 // Whether there is a second, larger tile for long sequences: short ones would leave much of it empty. Tried and slower
@@ -63,6 +64,15 @@ constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, 
   if (head_dim <= 192 && head_dim_v < head_dim) return {2, plain ? 128 : 96, 2, 1, !plain};  // 208 or 200 KB
   if (head_dim <= 192) return {2, plain ? 112 : 96, 2, 1, false};
   return {2, wide ? 80 : 64, 2, 1, false};  // also for 512 channels, of which a thread block has half
+}
+
+// Whether there are instances in which pairs of thread blocks share the keys of wide tiles.
+constexpr bool has_paired_tile(int head_dim, Features features) {
+  return features == Features::kPlain && head_dim == 128;
+}
+constexpr FwdSm90Tile paired(FwdSm90Tile tile) {
+  tile.sharers = 2;
+  return tile;
 }
 
 // The tiles of serving instances of fwd_sm90, with one or two warpgroups. The keys of a tile do not depend on how many.

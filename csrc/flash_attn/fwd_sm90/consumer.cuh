@@ -122,9 +122,15 @@ struct Consumer {
     ring.wait_full(at);
     if constexpr (Config::kServing) ptx::fence_async_shared();
   }
+  // A stage of K or V. Where blocks share it, one thread for each of them arrives there.
   template <int kStages>
   __device__ void release(Ring<kStages>& ring, RingCursor<kStages>& at) {
-    if (leads()) ring.release(at);
+    if constexpr (Config::kSharers > 1) {
+      const int block = rematerialized(threadIdx.x) % kWarpgroup;
+      if (block < Config::kSharers) ptx::arrive_in(block, ring.empty[at.stage]);
+    } else {
+      if (leads()) ring.release(at);
+    }
     at.advance();
   }
 

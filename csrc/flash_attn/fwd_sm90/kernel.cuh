@@ -26,6 +26,10 @@
 // rows and 64 keys, writing and reading these 32 KB takes 512 cycles of shared-memory bandwidth, 1/4 of the tensor-core
 // time of both products, and P V runs meanwhile. A single block has registers for O of 64 rows x 512 channels only: it
 // would read K and V twice as often from the L2 cache and exchange as much.
+//
+// On long sequences with 128 channels, a cluster of two thread blocks shares keys: together they have a tile of twice
+// as many rows, and each copies half of the channels of K and V to both. So the L2 cache is read half as often, for
+// which a GPU at its limit of power has a higher clock. A stage is empty when the consumers of both have released it.
 #pragma once
 
 #include "common/launch.h"
@@ -52,7 +56,8 @@ __global__ __launch_bounds__(Config::kThreads,
   auto& shared = shared_memory<FwdSm90Shared<Config>>();
   if constexpr (Config::kServing) ptx::launch_dependents();  // merge_pieces, whose blocks come as those of this leave
   if (threadIdx.x == 0) shared.init();
-  Config::kClusterSize == 1 ? __syncthreads() : ptx::sync_cluster();
+  constexpr int kClusterBlocks = Config::kClusterSize * Config::kSharers;
+  kClusterBlocks == 1 ? __syncthreads() : ptx::sync_cluster();
   const int rank = warpgroup_id();
   if (rank < Config::kConsumers) {
     if constexpr (Config::kMovesRegisters) ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -65,6 +70,10 @@ __global__ __launch_bounds__(Config::kThreads,
     Drawer<Config>{args.params, shared}.run();
   } else if constexpr (Config::kCoded) {
     Converter<Config>{shared}.run();
+  }
+  if constexpr (Config::kSharers > 1) {  // a block must not exit while the other may still copy to it or arrive there
+    __syncwarp();
+    ptx::sync_cluster();
   }
 #endif
 }
@@ -88,7 +97,7 @@ void run_fwd_dense(const FwdSm90Params& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(p.plan.blocks),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared),
-                          .cluster = Config::kClusterSize};
+                          .cluster = Config::kClusterSize * Config::kSharers};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
 }
 
@@ -96,6 +105,11 @@ template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDim
 void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
   constexpr auto kKind = kWide ? FwdSm90Kind::kDenseWide : FwdSm90Kind::kDense;
   run_fwd_dense<FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>>(p, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
+void run_fwd_paired(const FwdSm90Params& p, cudaStream_t stream) {
+  run_fwd_dense<FwdSm90Config<T, kHeadDim, kFeatures, FwdSm90Kind::kDensePaired, kHeadDimV>>(p, stream);
 }
 
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>

@@ -22,9 +22,11 @@
 namespace flash::flash_attn {
 
 template <typename Config>
-using TileScheduler = std::conditional_t<
-    Config::kServing, ListScheduler<Config>,
-    std::conditional_t<Config::kPersistent, PersistentScheduler<Config>, SingleTileScheduler<Config>>>;
+using TileScheduler =
+    std::conditional_t<Config::kServing, ListScheduler<Config>,
+                       std::conditional_t<(Config::kSharers > 1), PairScheduler<Config>,
+                                          std::conditional_t<Config::kPersistent, PersistentScheduler<Config>,
+                                                             SingleTileScheduler<Config>>>>;
 template <typename Config>
 using Source = std::conditional_t<Config::kServing, PagedSource<Config>, TmaSource<Config>>;
 
@@ -32,6 +34,8 @@ template <typename Config>
 TileScheduler<Config> __device__ scheduler_of(const typename Config::Launch& launch, FwdSm90Shared<Config>& shared) {
   if constexpr (Config::kServing) {
     return {launch.params, shared.list};
+  } else if constexpr (Config::kSharers > 1) {
+    return {launch.params, shared.mail};
   } else {
     return TileScheduler<Config>(launch.params);
   }
@@ -95,7 +99,7 @@ struct Producer {
     }
     while (scheduler.has_tile()) {
       const Work work = scheduler.work();
-      const bool has_keys = work.exists() && !work.n_blocks.empty();
+      const bool has_keys = (Config::kSharers > 1 || work.exists()) && !work.n_blocks.empty();
       if constexpr (Config::kServing) {
         if (source.publishes()) record_piece(p.plan.slots, work.tile, work.piece);
       }

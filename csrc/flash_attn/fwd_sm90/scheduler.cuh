@@ -10,8 +10,11 @@
 
 #include "flash_attn/fwd/plan.h"
 #include "flash_attn/fwd/schedule.cuh"
+#include "flash_attn/fwd_sm90/shared.cuh"
 #include "flash_attn/params.h"
+#include "ptx/cluster.cuh"
 #include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
 
 namespace flash::flash_attn {
 
@@ -28,7 +31,7 @@ __device__ WorkTile swizzled_tile(const Problem& p, const FwdSm90Plan& plan, int
     const int shared = swizzle.entries_of_bias.divide(outer), entry = swizzle.entries_of_bias.remainder(outer, shared);
     outer = entry * static_cast<int>(plan.tiling.head_groups.value) + shared;
   }
-  return tile_of_slot<Config::kRows>(p, plan.tiling, outer, slot, /*split=*/0, index);
+  return tile_of_slot<Config::kSharedRows>(p, plan.tiling, outer, slot, /*split=*/0, index);
 }
 
 // Persistent thread blocks: the i-th begins with tile i, and takes the others from a counter in global memory. Taking
@@ -52,6 +55,56 @@ struct PersistentScheduler {
   // Each block takes one index past the end; the largest of these means that no block will touch the counter again.
   __device__ void finish() const {
     if (index == num_tiles() + static_cast<int>(gridDim.x) - 1) *p.plan.taken = 0;
+  }
+};
+
+// The same for pairs of thread blocks that share keys. The first block takes a pair's next tile from the counter, and
+// writes it to the second. Each has half of the tile's rows, but visits the n_blocks that any of them sees.
+template <typename Config>
+struct PairScheduler {
+  const FwdSm90Params& p;
+  typename FwdSm90Shared<Config>::Mail& mail;
+  int index;
+  int taken;  // valid in lane 0
+  RingCursor<2> at;
+
+  __device__ PairScheduler(const FwdSm90Params& p, typename FwdSm90Shared<Config>::Mail& mail) : p(p), mail(mail) {}
+
+  __device__ int num_tiles() const { return p.plan.tiling.tiles.value; }
+  __device__ int num_pairs() const { return gridDim.x / 2; }
+  __device__ void begin() { index = blockIdx.x / 2; }
+  __device__ bool has_tile() const { return index < num_tiles(); }
+
+  __device__ FwdWork<Config> work() const {
+    WorkTile tile = swizzled_tile<Config>(p.problem, p.plan, index);
+    const int first = tile.row0;
+    tile.row0 += ptx::cluster_rank() * Config::kRows;
+    FwdWork<Config> work(p, p.plan.tiling, tile);
+    work.rows.count = max(0, work.rows.count);  // the second half may lie behind the last row
+    const Interval rows = {first, min(first + Config::kSharedRows, work.seq.q.length) - 1};
+    work.seen = rows.empty() ? rows : work.mask.keys_seen_by_any(rows);
+    work.n_blocks = blocks_of(work.seen, Config::kKeys);
+    return work;
+  }
+
+  __device__ void take_next() {
+    if (ptx::cluster_rank() != 0) return;
+    taken = atomicAdd(p.plan.taken, 1);
+    mail.ring.wait_empty(at);
+    const uint32_t words[4] = {static_cast<uint32_t>(taken)};
+    ptx::store_async_in(ptx::address_in(1, mail.index[at.stage]), words, ptx::address_in(1, &mail.ring.full[at.stage]));
+  }
+  __device__ void advance() {
+    if (ptx::cluster_rank() != 0 && lane_id() == 0) {
+      ptx::wait_for_stores(mail.ring.expect_tx(at, sizeof(mail.index[at.stage])), at.round);
+      taken = static_cast<volatile uint32_t&>(mail.index[at.stage][0]);
+      ptx::arrive_in(0, mail.ring.empty[at.stage]);
+    }
+    at.advance();
+    index = num_pairs() + __shfl_sync(~0u, taken, 0);
+  }
+  __device__ void finish() const {
+    if (ptx::cluster_rank() == 0 && index == num_tiles() + num_pairs() - 1) *p.plan.taken = 0;
   }
 };
 

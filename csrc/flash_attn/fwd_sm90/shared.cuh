@@ -43,15 +43,17 @@ struct ServingLaunch {
   ServingParams params;
 };
 
-// Which instances: for dense tensors, with the ordinary or the wide tile; for serving, with two warpgroups or one, or
-// with one over codes in 8 bits; or for dense tensors, with the tile and the bits of those for serving.
-enum class FwdSm90Kind { kDense, kDenseWide, kServing, kServingFewRows, kServingCoded, kInvariant };
+// Which instances: for dense tensors, with the ordinary or the wide tile, or with wide ones in pairs; for serving, with
+// two warpgroups or one, or with one over codes in 8 bits; or for dense tensors, with the tile and the bits of those
+// for serving.
+enum class FwdSm90Kind { kDense, kDenseWide, kDensePaired, kServing, kServingFewRows, kServingCoded, kInvariant };
 
 constexpr FwdSm90Tile tile_of(FwdSm90Kind kind, int head_dim, Features features, int head_dim_v) {
   if (kind == FwdSm90Kind::kInvariant) return invariant_tile(head_dim, features, head_dim_v);
   if (kind == FwdSm90Kind::kServingCoded) return coded_serving_tile(head_dim, features);
   if (kind == FwdSm90Kind::kServing) return serving_tile(head_dim, features, 2, head_dim_v);
   if (kind == FwdSm90Kind::kServingFewRows) return serving_tile(head_dim, features, 1, head_dim_v);
+  if (kind == FwdSm90Kind::kDensePaired) return paired(fwd_sm90_tile(head_dim, features, /*wide=*/true, head_dim_v));
   return fwd_sm90_tile(head_dim, features, kind == FwdSm90Kind::kDenseWide, head_dim_v);
 }
 
@@ -70,7 +72,8 @@ struct FwdSm90Config {
   static constexpr FwdSm90Tile kTile = tile_of(kKind, kHeadDim, kFeatures, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
-  static constexpr int kClusterSize = channel_slices(kHeadDim);  // thread blocks that share a tile
+  static constexpr int kSharers = kTile.sharers, kSharedRows = kSharers * kRows;  // of a cluster that shares keys
+  static constexpr int kClusterSize = channel_slices(kHeadDim);                   // thread blocks that share a tile
   static constexpr bool kPersistent = kClusterSize == 1;  // whether a thread block processes one tile after another
   static constexpr int kChannels = kHeadDim / kClusterSize, kChannelsV = kHeadDimV / kClusterSize;  // of each of them
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1 + (kDropped || kCoded)), kConsumerWarps = 4 * kConsumers;
@@ -86,9 +89,14 @@ struct FwdSm90Config {
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
   // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128, and with
   // drawers 2 * 208 + 40 + 56 = 4 * 128. With one consumer there are enough, except beside converters: 240 + 88 + 168.
-  static constexpr int kProducerRegisters = kServing ? 88 : kConsumers == 2 ? 40 : 32, kDrawerRegisters = 56;
+  static constexpr int kProducerRegisters = kServing ? 88 : kSharers > 1 ? 56 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kDrawerRegisters = 56;
   static constexpr bool kMovesRegisters = kConsumers > 1 || kCoded;
-  static constexpr int kConsumerRegisters = kCoded ? 240 : kServing || kDropped ? 208 : kConsumers == 2 ? 232 : 160;
+  static constexpr int kConsumerRegisters = kCoded                 ? 240
+                                            : kServing || kDropped ? 208
+                                            : kSharers > 1         ? 224
+                                            : kConsumers == 2      ? 232
+                                                                   : 160;
   // How many of a lane's two rows are exponentiated before the wait for P V. The other row then overlaps with rescaling
   // O and packing P, which is faster where that product is short.
   static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
@@ -96,6 +104,7 @@ struct FwdSm90Config {
   // rescaling is hidden by the exponentials, and a branch around it makes the compiler schedule these worse.
   static constexpr bool kRarelyRescales = kChannelsV > 192;
   static_assert(kClusterSize == 1 || kChannelsV == kChannels);
+  static_assert(kSharers == 1 || (kPersistent && !kServing && !kHasBesideKeys));
 
   __device__ static int cluster_rank() { return kClusterSize == 1 ? 0 : ptx::cluster_rank(); }
   __device__ static int channel() { return cluster_rank() * kChannels; }  // the thread block's first
@@ -129,6 +138,10 @@ struct FwdSm90Shared {
     Bias bias;
   };
   using Dropped = DroppedBits<Config::kKeys>[Config::kConsumerWarps][32];  // of the rows and lanes of the consumers
+  struct Mail {    // from the first of a pair of blocks to the second: which tile comes next
+    Ring<2> ring;  // its full barriers are those of the second block, its empty ones those of the first
+    alignas(16) uint32_t index[2][4];
+  };
   struct None {};
   struct NoDropped {};
   struct NoCodes {};
@@ -150,6 +163,7 @@ struct FwdSm90Shared {
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> work_ring;
   std::conditional_t<(Config::kClusterSize > 1), Boxes, None> boxes;
+  std::conditional_t<(Config::kSharers > 1), Mail, None> mail;
   [[no_unique_address]] std::conditional_t<Config::kDropped, Dropped[Config::kStages], NoDropped> dropped;  // beside K
 
   // What the source fills: the stages of consumers, or of converters.
@@ -161,13 +175,14 @@ struct FwdSm90Shared {
     }
   }
 
-  // Each consumer releases a stage once, by its first thread. The bias or the bits beside K and the work are read with
-  // ordinary loads, which the end of a product does not cover: there every consumer warp releases for itself.
+  // Each consumer releases a stage once, by its first thread, in all blocks that share it. The bias or the bits beside
+  // K and the work are read with ordinary loads, which the end of a product does not cover: there every consumer warp
+  // releases for itself.
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1, Config::kWriters);
-    k_ring.init(Config::kHasBesideKeys ? Config::kConsumerWarps : Config::kConsumers,
+    k_ring.init(Config::kSharers * (Config::kHasBesideKeys ? Config::kConsumerWarps : Config::kConsumers),
                 Config::kWriters + (Config::kDropped ? kDrawers : 0));
-    v_ring.init(Config::kConsumers, Config::kWriters);
+    v_ring.init(Config::kSharers * Config::kConsumers, Config::kWriters);
     if constexpr (Config::kCoded) {
       codes.k_ring.init(Config::kWriters, Config::kWriters);
       codes.v_ring.init(Config::kWriters, Config::kWriters);
@@ -178,6 +193,7 @@ struct FwdSm90Shared {
     if constexpr (Config::kClusterSize > 1) {
       for (auto& box : boxes) box.init();
     }
+    if constexpr (Config::kSharers > 1) mail.ring.init(1);
     ptx::fence_barrier_init();
   }
 };

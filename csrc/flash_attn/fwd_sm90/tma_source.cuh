@@ -74,6 +74,25 @@ struct TmaSource {
     return {static_cast<int>(keys.span.batch), static_cast<int>(keys.span.first) + n_block * Config::kKeys};
   }
 
+  // Starts the copy of a tile of K or V. Where blocks share it, each copies some of the panels to all.
+  template <typename Tile>
+  __device__ static void load_shared(Tile& tile, const CUtensorMap& map, const Place& place, int head,
+                                     ptx::SharedBarrier& arrived) {
+    if constexpr (Config::kSharers == 1) {
+      load_async(tile, map, place.row, head, place.page, arrived, Config::channel());
+    } else {
+      constexpr int kOwn = Tile::kPanels / Config::kSharers;
+      static_assert(kOwn * Config::kSharers == Tile::kPanels);
+      constexpr uint16_t kAll = (1 << Config::kSharers) - 1;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int panel = ptx::cluster_rank() * kOwn + i;
+        ptx::copy_box_to_blocks(tile.address(0, 0) + Tile::distance(0, panel), map, panel * Tile::kPanelCols, head,
+                                place.row, place.page, arrived, kAll);
+      }
+    }
+  }
+
   __device__ void load_q(const FwdWork<Config>& work) {
 #pragma unroll 1
     for (int rank = 0; rank < Config::kConsumers; ++rank) {
@@ -94,7 +113,7 @@ struct TmaSource {
     if constexpr (Config::kBiased) bytes += bytes_of_bias<typename Shared::Bias>(bias_rows);
     auto& arrived = shared.k_ring.expect_tx(k_at, bytes);
     const Place place = place_of(keys, n_block);
-    load_async(stage, launch.k, place.row, keys.head, place.page, arrived, Config::channel());
+    load_shared(stage, launch.k, place, keys.head, arrived);
     if constexpr (Config::kBiased) {
       load_bias(stage.bias, launch.bias, bias_rows, keys.bias_entry, keys.bias_head, keys.bias_row,
                 n_block * Config::kKeys, arrived);
@@ -106,7 +125,7 @@ struct TmaSource {
     shared.v_ring.wait_empty(v_at);
     auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
     const Place place = place_of(keys, n_block);
-    load_async(shared.v[v_at.stage], launch.v, place.row, keys.head, place.page, arrived, Config::channel());
+    load_shared(shared.v[v_at.stage], launch.v, place, keys.head, arrived);
     v_at.advance();
   }
 };
