@@ -466,6 +466,7 @@ class Problem:
     page_size: int = 16
     leftpad: bool = False
     invariance: int = 0
+    left: int = -1  # of a window; -1: all keys
 
     @property
     def group(self):
@@ -875,6 +876,22 @@ def test_scratch_of_serving_follows_neither_batch_nor_lengths(host):
         assert 4 * (plan.scratch_out + plan.scratch_softmax + plan.scratch_records) < 64 << 20
 
 
+@pytest.mark.parametrize(
+    ("keys", "options", "wide"),
+    [
+        (16384, dict(causal=True), True),
+        (8192, dict(causal=True), False),
+        (8192, dict(), True),
+        (16384, dict(causal=True, left=1023), False),
+        (32768, dict(causal=True, left=16383), True),
+        (16384, dict(left=1023), True),  # all keys after the window
+    ],
+)
+def test_wide_tiles_are_for_rows_that_see_many_keys(host, keys, options, wide):
+    problem = Problem(has_sm90=True, heads_k=8, seqlen_q=keys, longest_q=keys, longest_k=keys, **options)
+    assert (plan_of(host, problem).kernel, plan_of(host, problem).wide) == (SM90, wide)
+
+
 def test_plan_of_values_with_fewer_channels(host):
     """The portable kernels give them scratch of the keys' channels, and take them in tiles for all features."""
     many = Problem(batch=8, heads=32, heads_k=32, head_dim=192, head_dim_v=128, seqlen_q=2048, longest_q=2048)
@@ -1243,7 +1260,7 @@ def test_splits_of_n_blocks(host, heads, heads_k, head_dim, rows, keys, causal, 
         (10, 1280, dict(), 1),
         (10, 1280, dict(causal=True), 2),
         (10, 1280, dict(window=(0, -1)), 2),
-        (10, 1280, dict(ranged=True), 1),  # the GPU splits them
+        (10, 1280, dict(ranged=True), 2),
     ],
 )
 def test_splits_depend_on_how_many_rows_see_an_n_block(host, heads, keys, options, splits):
@@ -1274,11 +1291,13 @@ def test_splits_leave_no_head_out_and_need_little_memory(host):
 @pytest.mark.parametrize(
     ("batch", "heads", "heads_k", "head_dim", "rows", "keys", "packed", "blocks", "splits"),
     [
-        (2, 16, 2, 128, 4096, 4096, False, 128, 396),
-        (2, 16, 2, 256, 4096, 4096, False, 128, 198),
+        (1, 16, 2, 128, 16384, 16384, False, 256, 396),
+        (1, 16, 4, 256, 16384, 16384, False, 512, 198),
         (2, 8, 8, 320, 4096, 4096, False, 1024, 198),  # blocks of 64 keys
-        (3, 4, 4, 64, 1000, 1000, True, 4 * (7 + 3), 10 * 4 * 9),
-        (1, 1, 1, 64, 700, 77, False, 0, 0),  # no block can have so much work that it would be split
+        (8, 16, 4, 64, 16384, 16384, True, 4 * (128 + 8), 396),
+        (1, 64, 64, 128, 4096, 4096, False, 2048, 396),
+        (1, 64, 64, 128, 2048, 2048, False, 0, 0),  # dq is rounded at once
+        (1, 64, 64, 64, 4500, 4500, False, 0, 0),  # no block can have many steps
     ],
 )
 def test_room_for_a_work_list(host, batch, heads, heads_k, head_dim, rows, keys, packed, blocks, splits):

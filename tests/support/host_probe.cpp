@@ -92,7 +92,7 @@ int find_decode_fresh_bytes(int head_dim) { return decode_fresh_bytes(head_dim);
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
   int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90, head_dim_v;
-  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad, invariance;
+  int64_t paged, ranges, bias, out_lo, row_max, page_size, leftpad, invariance, left;
 };
 
 // plan: which alternative of FwdPlan it is, the five sizes of scratch, and its fields by the names of Plan in
@@ -112,7 +112,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   p.problem.seqused_k = problem->ragged_k ? any_int : nullptr;
   p.problem.rng_state = problem->dropout ? any_state : nullptr;
   p.problem.seqlen_k = p.problem.capacity_k = problem->longest_k;
-  p.problem.window_left = kUnbounded;
+  p.problem.window_left = problem->left < 0 ? kUnbounded : static_cast<int>(problem->left);
   p.problem.window_right = problem->causal ? 0 : kUnbounded;
   p.problem.ranges.data = problem->ranges ? any_int : nullptr;
   p.problem.ranges.heads = problem->ranges == 2 ? 1 : 0;
