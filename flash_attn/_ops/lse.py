@@ -50,5 +50,6 @@ def merge_parts(
     if closed is not None:
         shares, lse = shares.masked_fill(closed, 0), lse.masked_fill(closed, math.inf)
     shares = shares[: len(parts)]  # the value of the sink is 0
-    outs = (share.transpose(-1, -2)[..., None] * out for share, (out, _, _) in zip(shares, parts, strict=True))
+    # out first: products have the strides of the first operand.
+    outs = (out * share.transpose(-1, -2)[..., None] for share, (out, _, _) in zip(shares, parts, strict=True))
     return functools.reduce(torch.add, outs), lse, lse_lo

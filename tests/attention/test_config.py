@@ -641,6 +641,7 @@ def test_hopper_plan(host):
         (16384, dict(packed_q=True), True, False),
         (16384, dict(multiprocessors=1), True, False),
         (16384, dict(longest_q=128), True, False),
+        (16384, dict(causal=True, window_left=1023), False, False),
         (1 << 20, dict(causal=True, window_left=8190), False, False),
         (1 << 20, dict(causal=True, window_left=8191), True, False),
         (1 << 20, dict(causal=True, window_left=16383), True, True),
@@ -1304,7 +1305,7 @@ def test_splits_of_n_blocks(host, heads, heads_k, head_dim, rows, keys, causal, 
         (10, 1280, dict(), 1),
         (10, 1280, dict(causal=True), 2),
         (10, 1280, dict(window=(0, -1)), 2),
-        (10, 1280, dict(ranged=True), 1),  # the GPU splits them
+        (10, 1280, dict(ranged=True), 2),
     ],
 )
 def test_splits_depend_on_how_many_rows_see_an_n_block(host, heads, keys, options, splits):
@@ -1335,11 +1336,13 @@ def test_splits_leave_no_head_out_and_need_little_memory(host):
 @pytest.mark.parametrize(
     ("batch", "heads", "heads_k", "head_dim", "rows", "keys", "packed", "blocks", "splits"),
     [
-        (2, 16, 2, 128, 4096, 4096, False, 128, 396),
-        (2, 16, 2, 256, 4096, 4096, False, 128, 198),
+        (1, 16, 2, 128, 16384, 16384, False, 256, 396),
+        (1, 16, 4, 256, 16384, 16384, False, 512, 198),
         (2, 8, 8, 320, 4096, 4096, False, 1024, 198),  # blocks of 64 keys
-        (3, 4, 4, 64, 1000, 1000, True, 4 * (7 + 3), 10 * 4 * 9),
-        (1, 1, 1, 64, 700, 77, False, 0, 0),  # no block can have so much work that it would be split
+        (8, 16, 4, 64, 16384, 16384, True, 4 * (128 + 8), 396),
+        (1, 64, 64, 128, 4096, 4096, False, 2048, 396),
+        (1, 64, 64, 128, 2048, 2048, False, 0, 0),  # dq is rounded at once
+        (1, 64, 64, 64, 4500, 4500, False, 0, 0),  # no block can have many steps
     ],
 )
 def test_room_for_a_work_list(host, batch, heads, heads_k, head_dim, rows, keys, packed, blocks, splits):

@@ -152,7 +152,7 @@ inline int64_t key_sums_size(const SplitProblem& p, int64_t splits) {
   return 2 * splits * bwd_sm90_keys(p.head_dim) * p.head_dim;
 }
 
-// The problem as the cost model sees it.
+// The problem as the cost model sees it: key ranges count as a causal mask does.
 inline SplitProblem split_problem(const Problem& p, const BwdHints& hints) {
   const int head_dim = instance_on_sm90(p), keys = bwd_sm90_keys(head_dim);
   const int tile_rows = bwd_sm90_tile(head_dim, instance_for<BwdSm90Kernel>(p)).rows;
@@ -163,16 +163,16 @@ inline SplitProblem split_problem(const Problem& p, const BwdHints& hints) {
   return {.n_blocks = per_head * p.heads_k * (p.cu_seqlens_k ? 1 : p.batch),
           .m_blocks = ceil_div(rows, tile_rows),
           .group = p.heads / p.heads_k,
-          .uneven = left != right,
+          .uneven = left != right || p.ranges.data != nullptr,
           .head_dim = head_dim,
           .multiprocessors = hints.multiprocessors};
 }
 
 // With key ranges, makes room for a work list, and for the sums of the splits that it may have: less than 64 MB. There
-// is none if no n_block can have so many steps that it would be split.
+// is none if no n_block can have many steps.
 inline void list_splits(BwdScratchSizes& sizes, const SplitProblem& p) {
   const int64_t m_blocks = p.m_blocks + 1;  // those of a window may begin within one
-  if (m_blocks * p.group <= kNeverSplitSteps) return;
+  if (m_blocks * p.group <= kFewestListedSteps) return;
   const int64_t more = kMostSplitsOfPlace * p.places();
   sizes.work_tiles = (p.n_blocks + more) * kElements<BwdWorkTile>;
   sizes.split_sums = p.n_blocks * kElements<SplitSums>;
@@ -180,16 +180,20 @@ inline void list_splits(BwdScratchSizes& sizes, const SplitProblem& p) {
 }
 
 // Splits n_blocks where there are too few to occupy the GPU: cross-attention to few keys, one key head for many query
-// heads, or one sequence with few heads. What the splits sum may take as much memory as dq_accum, or 64 MB.
+// heads, or one sequence with few heads. What the splits sum may take as much memory as dq_accum, or 64 MB. If the host
+// splits none, the GPU may split some of those with key ranges; but not where there are so few keys that dQ is rounded
+// at once, where calls are short and the list and the sum would take longer than what they gain.
 inline void split_n_blocks(BwdSm90Plan& plan, BwdScratchSizes& sizes, const Problem& p, const BwdHints& hints) {
   const SplitProblem problem = split_problem(p, hints);
   plan.block_keys = bwd_sm90_keys(problem.head_dim), plan.places = static_cast<int>(problem.places());
-  if (p.ranges.data != nullptr) return list_splits(sizes, problem);
   const int64_t most_memory = std::max(dq_accum_size(p), int64_t{16 << 20});
   const int64_t most = std::min<int64_t>(kMostSplits, most_memory / key_sums_size(problem, problem.n_blocks));
   const Splits splits = best_splits(problem, static_cast<int>(most));
   plan.head_splits = splits.of_heads, plan.m_splits = splits.of_m_blocks, plan.splits = splits.count();
-  if (plan.splits == 1) return;
+  if (plan.splits == 1) {
+    if (p.ranges.data != nullptr && !(plan.rounds_dq && !plan.in_order)) list_splits(sizes, problem);
+    return;
+  }
   plan.m_block_order = MBlockOrder::kLastFirst;  // which the instances for splits are compiled for
   sizes.key_sums = key_sums_size(problem, problem.n_blocks * plan.splits);
 }
