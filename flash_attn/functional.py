@@ -362,9 +362,9 @@ def to_float8(x: Tensor, descale: float | Tensor = 1.0) -> Tensor:
     """Keys or values as codes of float8, as `flash_attn.flash_attn_with_kvcache` stores what it appends.
 
     Arguments:
-        x: floating point (.., heads_k, head_dim), such as a cache.
-        descale: what codes are multiplied by where they are used: a number, or float32 (heads_k,) or (batch, heads_k),
-            or what else broadcasts to x without its sequence and its head_dim.
+        x: floating point (.., seqlen, heads_k, head_dim), such as a cache.
+        descale: what codes are multiplied by where they are used, above 0: a number, or float32 (heads_k,) or (batch,
+            heads_k), or what else broadcasts to x without its sequence and its head_dim.
 
     Returns:
         float8_e4m3fn, shaped like x: what is nearest to x / descale, and ties go to even; the largest code, 448, for
@@ -378,7 +378,9 @@ def to_float8(x: Tensor, descale: float | Tensor = 1.0) -> Tensor:
     """
     checks.tensor("x", x, dtypes=_FLOATS)
     if not isinstance(descale, Tensor):
-        descale = torch.full((), checks.as_float("descale", descale), device=x.device)
+        descale = checks.as_float("descale", descale)
+        checks.number("descale", descale, descale > 0, "above 0")
+        descale = torch.full((), descale, device=x.device)
     checks.number("x.dim()", x.dim(), x.dim() >= 3, "at least 3, (.., seqlen, heads_k, head_dim)")
     checks.broadcasts("descale", descale, (*x.shape[:-3], x.shape[-2]), dtypes=(torch.float32,), device=x.device)
     return flash_attn_features.encoded(x, descale.unsqueeze(-1) if descale.dim() < 2 else descale[..., None, :, None])

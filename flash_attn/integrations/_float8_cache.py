@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks
-from flash_attn._ops.flash_attn_features import FLOAT8
+from flash_attn._ops.flash_attn_features import FLOAT8, LARGEST_FLOAT8
 from flash_attn.functional import float8_descale, to_float8
 
 _ATTRIBUTE = "flash_attn_descale"
@@ -21,13 +21,18 @@ _ATTRIBUTE = "flash_attn_descale"
 def float8_cache(margin: float = 2.0) -> Any:
     """A cache of transformers in half the memory: it holds keys and values in float8, for models with `attention`.
 
-    A layer takes the scales of each sequence and key head from the keys and values of its first call, the prompt, and
-    keeps them. A prompt attends to what the cache holds of it, as all later tokens do. It grows like transformers'
-    `DynamicCache`, and keeps all keys, those outside of a window as well. Models must be in 16 bits.
+    A layer takes the scales of each sequence and key head from the keys and values of its first call, and makes them
+    larger where later ones need it: then what it holds is encoded anew, and loses up to half of a digit. It waits for
+    the GPU in each call to know that. A prompt attends to what the cache holds of it, as all later tokens do. It grows
+    like transformers' `DynamicCache`, and keeps all keys, those outside of a window as well; it has no static form, for
+    compiled or captured generation. Tokens of padding count in the scales of their sequence.
+
+    Models must be in 16 bits, with this library's attention function, without gradients, and not of MLA. For models
+    with an encoder: `transformers.EncoderDecoderCache(float8_cache(), float8_cache())`.
 
     Arguments:
-        margin: how many times the largest number of the prompt a later one may be; what is beyond it is cut off there.
-            float8 loses no digit by it, but small numbers 2^14 times below the largest become 0 sooner.
+        margin: a scale has room for numbers so many times as large as the largest of the call that it was taken from.
+            Numbers lose digits from 2^-14 of the largest that there is room for on, and are 0 below 2^-18 of it.
 
     Returns:
         A `transformers.Cache`, for the argument past_key_values of `generate` and of models, or cache as newer versions
@@ -35,7 +40,7 @@ def float8_cache(margin: float = 2.0) -> Any:
 
     Raises:
         ImportError: transformers is not installed, or older than 5.
-        ValueError: margin is not at least 1.
+        ValueError: margin is not at least 1; later, for keys that are not in 16 bits.
 
     Example:
         >>> import transformers
@@ -84,9 +89,16 @@ def _layer_class(margin: float) -> type:
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             new = key_states, value_states
+            if key_states.dtype not in (torch.float16, torch.bfloat16):
+                raise ArgumentError(
+                    "a float8_cache must have keys of 16 bits, as a model has after model.bfloat16(), found "
+                    f"{key_states.dtype}"
+                )
             if not self.is_initialized:
                 self.dtype, self.device = key_states.dtype, key_states.device
                 self.descales = tuple(_descale(x) * margin for x in new)
+            else:
+                self._make_room(new)
             codes = [_encoded(x, scale) for x, scale in zip(new, self.descales, strict=True)]
             if self.is_initialized:
                 codes = [torch.cat(x, dim=-2) for x in zip((self.keys, self.values), codes, strict=True)]
@@ -95,6 +107,17 @@ def _layer_class(margin: float) -> type:
             for x, scale in zip(codes, self.descales, strict=True):
                 setattr(x, _ATTRIBUTE, scale)
             return self.keys, self.values
+
+        def _make_room(self, new: tuple[Tensor, ...]) -> None:
+            """Make scales larger that `new` needs larger, and encode with them what is held."""
+            held, scales = [self.keys, self.values], list(self.descales)
+            for i, x in enumerate(new):
+                needed = x.abs().masked_fill(~x.isfinite(), 0).amax((2, 3)).float() / LARGEST_FLOAT8
+                grows = needed > scales[i]
+                if grows.any():
+                    before, scales[i] = scales[i], torch.where(grows, needed * margin, scales[i])
+                    held[i] = _encoded(held[i].float() * before[..., None, None], scales[i])
+            (self.keys, self.values), self.descales = held, tuple(scales)
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             self.batch_select_indices(beam_idx)

@@ -143,8 +143,8 @@ def attention(
         ValueError: output_attentions, a head_mask, a paged cache, or the indices or block_indices of sparse attention,
             which only transformers' own functions have; a result of `mask` for other lengths; with cp_plan, padding,
             biases, sinks of rows and models with chunks; or a wrong shape or value. Wrong types raise TypeError.
-        NotImplementedError: a mask, or packed sequences beside a bias or sinks, with which the level of batch
-            invariance in force cannot be kept.
+        NotImplementedError: a mask, or packed sequences beside a bias, sinks or a `float8_cache`, with which the level
+            of batch invariance in force cannot be kept; a `float8_cache` where gradients are computed.
     """
     if output_attentions:
         raise ArgumentError(
@@ -178,6 +178,11 @@ def attention(
             f"found {tuple(attention_mask.shape[2:])}"
         )
     scales = scales_of(key, value)
+    if scales and torch.is_grad_enabled() and query.requires_grad:
+        raise NotImplementedError(
+            "past_key_values must not be a float8_cache where gradients are computed: it has none. Call the model "
+            "under torch.no_grad(), or with another cache"
+        )
     if (dtype := _library.autocast_dtype(query)) is not None:
         query, key, value = (x if x.dtype == FLOAT8 else x.to(dtype) for x in (query, key, value))
     if isinstance(attention_mask, Mask):
@@ -210,6 +215,11 @@ def attention(
             tokens, keys, values = (x.flatten(0, 1) for x in (q, k, v))
             out = flash_attn_varlen_func(tokens, keys, values, **documents.bounds(), **common)
             return torch.unflatten(out, 0, q.shape[:2]), None
+        if scales and invariance.level():
+            raise NotImplementedError(
+                "past_key_values must not be a float8_cache beside padding or packed sequences at a level of batch "
+                f"invariance, found level {invariance.level()}: pass sequences one by one, or use another cache"
+            )
         ranges = _intersection(ranges, documents.key_ranges(*q.shape[:2]))
     if ranges is not None or seen.attn_bias is not None:
         invariance.refuse_masks_of_batches(query, moves_tokens=seen.moves_tokens or documents is not None)

@@ -303,6 +303,9 @@ def test_codes_and_scales(device):
     per_entry = torch.tensor([[1.0, 2.0], [4.0, 0.5]], device=device)
     x = torch.ones(2, 3, 2, 4, device=device, dtype=BF16)
     assert to_float8(x, per_entry).float()[:, 0, :, 0].tolist() == [[1.0, 0.5], [0.25, 2.0]]
+    for wrong in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"descale must be above 0, found {wrong}"):
+            to_float8(x, wrong)
 
 
 def test_queries_in_float8_are_converted(device):

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import math
 import operator
 import sys
 
@@ -762,6 +763,40 @@ def test_generation_from_a_cache_in_float8(name, device):
     assert torch.equal(layer.keys.float(), keys[[3, 0]]) and torch.equal(layer.descales[1], scales[[3, 0]])
     cache.crop(-2)
     assert cache.get_seq_length() == keys.shape[2] - 2
+
+
+def test_scales_of_a_cache_in_float8_grow(device):
+    """Where the first token is much smaller than later ones; a sequence and head that needs no more keeps its bits."""
+    few, more = (torch.randn(2, 2, n, 16, device=device).bfloat16() for n in (1, 7))
+    few = few * torch.tensor([[0.02, 1.0], [1.0, 0.02]], device=device)[..., None, None].bfloat16()
+    more[1, 0] = more[1, 0].clamp(-few[1, 0].abs().max(), few[1, 0].abs().max())
+    cache = door.float8_cache()
+    first = cache.update(few, few, 0)[0].clone()
+    scale = cache.layers[0].descales[0].clone()
+    key, value = cache.update(more, more.clone(), 0)
+    for x, descale in zip((key, value), cache.layers[0].descales):
+        torch.testing.assert_close(
+            x.float() * descale[..., None, None], torch.cat([few, more], 2).float(), rtol=2**-3, atol=2e-3
+        )
+    assert cache.layers[0].descales[0][1, 0] == scale[1, 0] and torch.equal(key[1, 0, :1].float(), first[1, 0].float())
+    for x, code in ((math.inf, 448.0), (0.0, 0.0)):
+        last = cache.update(*[torch.full((2, 2, 1, 16), x, device=device).bfloat16()] * 2, 0)[0].float()
+        assert torch.equal(last[:, :, :8], key.float()) and (last[:, :, -1] == code).all()
+
+
+def test_what_a_cache_in_float8_is_not_for(device):
+    model = model_of("llama", device)
+    model.set_attn_implementation(NAME)
+    prompts = torch.randint(3, 32, (2, 9), device=device)
+    with pytest.raises(ValueError, match=r"float8_cache must have keys of 16 bits.*found torch\.float32"):
+        model(prompts, past_key_values=door.float8_cache())
+    model = model.to(torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"must not be a float8_cache where gradients are computed"):
+        model(prompts, past_key_values=door.float8_cache())
+    padding = torch.ones_like(prompts)
+    padding[0, :4] = 0
+    with torch.no_grad(), batch_invariant(2), pytest.raises(NotImplementedError, match="float8_cache beside padding"):
+        model(prompts, attention_mask=padding, past_key_values=door.float8_cache())
 
 
 def test_margins_of_a_cache_in_float8():
