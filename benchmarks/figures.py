@@ -40,6 +40,7 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "bias with gradient": ("with a bias that has a gradient", "#666666", "s", "xx"),
     "mask": ("with a mask of bool", "#999999", "p", ".."),
     "mask of keys": ("with a mask of keys", "#a6761d", "<", "||"),
+    "one": ("this library, on one GPU", "#bbbbbb", "h", "oo"),
     "gather": ("this library, gathered keys", "#000000", "o", ""),
     "ulysses": ("this library, exchanged heads", "#666666", "s", "xx"),
     "gather silent": ("this library, gathered keys without transfers", "#999999", "p", ".."),
