@@ -98,8 +98,7 @@ Tensor new_tensor_of(const Sizes& sizes, int32_t dtype, const Tensor& like) {
   }
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), dtype,
-                                                         aoti_torch_device_type_cuda(), like.get_device_index(),
-                                                         &handle));
+                                                  aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
