@@ -41,6 +41,7 @@ def float8_cache(margin: float = 2.0) -> Any:
     Raises:
         ImportError: transformers is not installed, or older than 5.
         ValueError: margin is not at least 1; later, for keys that are not in 16 bits.
+        NotImplementedError: later, where gradients are computed.
 
     Example:
         >>> import transformers
@@ -58,6 +59,15 @@ def float8_cache(margin: float = 2.0) -> Any:
     except ImportError as error:
         raise ImportError("flash_attn.integrations.transformers needs transformers 5 or newer: install it") from error
     return Cache(layer_class_to_replicate=_layer_class(margin))
+
+
+def refuse_gradients(*tensors: Tensor) -> None:
+    """Raise where a derivative of one of these is wanted, which codes would not have."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            "past_key_values must not be a float8_cache where gradients are computed: it has none. Call the model "
+            "under torch.no_grad(), or with another cache"
+        )
 
 
 def scales_of(key: Tensor, value: Tensor) -> dict[str, Any]:
@@ -94,6 +104,7 @@ def _layer_class(margin: float) -> type:
                     "a float8_cache must have keys of 16 bits, as a model has after model.bfloat16(), found "
                     f"{key_states.dtype}"
                 )
+            refuse_gradients(*new)
             if not self.is_initialized:
                 self.dtype, self.device = key_states.dtype, key_states.device
                 self.descales = tuple(_descale(x) * margin for x in new)

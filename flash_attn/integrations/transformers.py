@@ -34,7 +34,7 @@ from flash_attn._ops import checks, invariance
 from flash_attn._ops.flash_attn_features import BIAS_DTYPES, FLOAT8, SINK_DTYPES
 from flash_attn.context_parallel import Plan, cp_attn_func
 from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn.integrations._float8_cache import float8_cache, scales_of
+from flash_attn.integrations._float8_cache import float8_cache, refuse_gradients, scales_of
 
 __all__ = ["Mask", "attention", "float8_cache", "mask", "register"]
 
@@ -178,11 +178,8 @@ def attention(
             f"found {tuple(attention_mask.shape[2:])}"
         )
     scales = scales_of(key, value)
-    if scales and torch.is_grad_enabled() and query.requires_grad:
-        raise NotImplementedError(
-            "past_key_values must not be a float8_cache where gradients are computed: it has none. Call the model "
-            "under torch.no_grad(), or with another cache"
-        )
+    if scales:
+        refuse_gradients(query)  # the cache has refused those of keys and values
     if (dtype := _library.autocast_dtype(query)) is not None:
         query, key, value = (x if x.dtype == FLOAT8 else x.to(dtype) for x in (query, key, value))
     if isinstance(attention_mask, Mask):
