@@ -289,6 +289,29 @@ def rotated(q, start, tables):
     return apply_rotary_emb(q, tables["rotary_cos"], tables["rotary_sin"], seqlen_offsets=offsets)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_nothing_in_the_cache(rows, dtype, device):
+    """No keys, no columns of the block table, no pages: rows of zeros, with an lse of inf."""
+    q = torch.randn(2, rows, 8, 72, device=device).to(dtype)
+    no_pages, table = torch.zeros(2, 0, device=device).int(), torch.zeros(2, 1, device=device).int()
+    lengths = torch.zeros(2, device=device).int()
+    for shape, block_table in (((2, 0), None), ((4, 16), no_pages), ((0, 16), table)):
+        cache = torch.zeros(*shape, 8, 72, device=device).to(FLOAT8)
+        options = dict(cache_seqlens=lengths, block_table=block_table, k_descale=2.0, return_softmax_lse=True)
+        out, lse = flash_attn_with_kvcache(q, cache, cache, **options)
+        assert out.dtype == dtype and not out.any() and lse.isposinf().all()
+
+
+def test_a_scale_of_zero_leaves_no_nan_in_the_cache(device):
+    new = torch.tensor([0.0, 3.0, -3.0, NAN], device=device).repeat(16)[None, None, None].to(BF16)
+    caches = torch.zeros(2, 1, 4, 1, 64, device=device).to(FLOAT8).unbind()
+    none = torch.zeros((), device=device)
+    flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=0, k_descale=none, v_descale=none)
+    for cache in caches:
+        assert identical(cache[0, 0, 0, :4].float(), torch.tensor([0.0, 448.0, -448.0, NAN], device=device))
+
+
 def test_codes_and_scales(device):
     codes = to_float8(
         torch.tensor([17.0, 19.0, 465.0, -1e9, 2.0**-10, 3 * 2.0**-10, NAN], device=device).view(1, 1, -1)

@@ -92,7 +92,7 @@ void widen_keys(FwdParams& p, flash_attn::WidenParams& all, Widened& x, const Te
   flash_attn::Problem& problem = p.problem;
   const auto [entries, rows] = extent_of_keys(p);
   const bool paged = has_pages(p), packed = !paged && problem.cu_seqlens_k != nullptr;
-  const int64_t room = round_up(problem.capacity_k, 128);  // TMA copies whole tiles of one page
+  const int64_t room = std::max<int64_t>(128, round_up(problem.capacity_k, 128));  // TMA copies whole tiles of one page
   all.by_entry = !packed && (!paged || problem.batch * room < entries * rows);
   const auto add = [&](int64_t channels) {
     const int64_t new_entries = all.by_entry ? problem.batch : entries, new_rows = all.by_entry ? room : rows;

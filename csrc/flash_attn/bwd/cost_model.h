@@ -118,4 +118,7 @@ constexpr int kMostSplitsOfPlace = 3;
 // calls, as long as three steps.
 constexpr int kFewestListedSteps = 64;
 
+// Nor if each place has more n_blocks than so many.
+constexpr int kMostListedOfPlace = 64;
+
 }  // namespace flash::flash_attn

@@ -169,10 +169,11 @@ inline SplitProblem split_problem(const Problem& p, const BwdHints& hints) {
 }
 
 // With key ranges, makes room for a work list, and for the sums of the splits that it may have: less than 64 MB. There
-// is none if no n_block can have many steps.
+// is none if no n_block can have many steps, or where there are so many n_blocks that a long one makes little
+// difference: one thread block makes the list.
 inline void list_splits(BwdScratchSizes& sizes, const SplitProblem& p) {
   const int64_t m_blocks = p.m_blocks + 1;  // those of a window may begin within one
-  if (m_blocks * p.group <= kFewestListedSteps) return;
+  if (m_blocks * p.group <= kFewestListedSteps || p.n_blocks > kMostListedOfPlace * p.places()) return;
   const int64_t more = kMostSplitsOfPlace * p.places();
   sizes.work_tiles = (p.n_blocks + more) * kElements<BwdWorkTile>;
   sizes.split_sums = p.n_blocks * kElements<SplitSums>;

@@ -63,7 +63,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
   auto& shared = shared_memory<BwdWideShared<Config>>();
   const int cta_rank = ptx::cluster_rank(), index = take_work(p, shared, cta_rank);
   constexpr bool kSplitsKeys = Config::kClusterSplit == ClusterSplit::kKeys;
-  if (index >= NBlockWork<Config>::num_work_tiles(p)) return;  // both thread blocks of the cluster
+  if (index >= NBlockWork<Config>::num_work_tiles(p)) {  // in both thread blocks of the cluster
+    if (p.plan.waits) ptx::sync_cluster();               // the first must not exit while the other one reads `taken`
+    return;
+  }
   if (threadIdx.x == 0) {
     new (shared.work) NBlockWork<Config>(p, index, kSplitsKeys ? cta_rank : 0);
     shared.keys_here.init(2);

@@ -123,8 +123,10 @@ __device__ void append_token(const AppendParams& p, int entry, int64_t batch, in
     append_token_as<T, kMostChannels, Cached>(p, entry, batch, token, position, head, of_key, of_value);
   };
   if (!p.coded) return append_as(T{}, Unchanged(), Unchanged());
-  const auto code_of = [](float descale) {
-    return [descale](T x) { return ptx::narrow_e4m3(static_cast<float>(x) / descale); };
+  const auto code_of = [](float descale) {  // 0 counts as the least number: 0 / 0 would stay in the cache as NaN
+    constexpr float kLeast = 0x1p-126f;
+    const float divisor = descale < kLeast ? kLeast : descale;
+    return [divisor](T x) { return ptx::narrow_e4m3(static_cast<float>(x) / divisor); };
   };
   append_as(uint8_t{}, code_of(descale_of(p.problem.k_descale, p.problem, entry, head)),
             code_of(descale_of(p.problem.v_descale, p.problem, entry, head)));

@@ -149,6 +149,7 @@ inline void run_widen(const WidenParams& p, cudaStream_t stream) {
   const int most = std::max(kLeastBlocks, kBlocksEach * num_multiprocessors(current_device()) / problem.batch);
   const int blocks = std::min(ceil_div(std::max({p.longest_k, p.longest_q, 1}), kWidenRows), most);
   const int parts = (p.k.data == nullptr ? 0 : 2) + (p.q.data == nullptr ? 0 : 1);
+  if (parts == 0) return;  // there are no keys, and queries are fp16
   const LaunchShape shape{.grid = dim3(problem.batch, blocks, parts), .block = dim3(kWidenThreads), .early = true};
   launch<widen_kernel>(shape, all, stream);
 }

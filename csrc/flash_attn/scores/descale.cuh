@@ -23,7 +23,7 @@ template <typename T, typename AnyTile>
 __device__ float softmax_scale_of(const Problem& p, const AnyTile& tile) {
   if constexpr (std::is_same_v<T, __half>) {
     const float scale = p.softmax_scale * descale_of(p.k_descale, p, tile.entry, tile.key_head);
-    return fmaxf(scale, kLeastSoftmaxScale);
+    return scale < kLeastSoftmaxScale ? kLeastSoftmaxScale : scale;  // NaN stays NaN
   }
   return p.softmax_scale;
 }

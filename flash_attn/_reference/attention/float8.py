@@ -14,7 +14,8 @@ PRODUCT_DTYPE = torch.float16  # to which queries and codes are converted, codes
 def encoded(x: torch.Tensor, descale: torch.Tensor | None) -> torch.Tensor:
     """Returns the codes nearest to x / descale, ties to even; beyond the largest code it, and NaN for NaN.
 
-    descale: float32, of a shape that broadcasts to that of x; None means 1.
+    descale: float32, of a shape that broadcasts to that of x; None means 1. 0 counts as the least normal number, so
+    that 0 / 0 is not NaN.
     """
-    x = x.float() if descale is None else x.float() / descale
+    x = x.float() if descale is None else x.float() / descale.clamp(min=2.0**-126)
     return x.clamp(-LARGEST, LARGEST).to(DTYPE)
