@@ -31,7 +31,7 @@ train: $(VENV)/for-train $(VENV)/kernels ## train a small GPT, stop, resume, eva
 
 # Bytecode spares the processes that tests start, and the next run, compiling each module again.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(VENV)/for-test $(VENV)/kernels ## run the tests that this machine can run, 7 minutes on two cores; PYTEST_ARGS="-m slow": the slow ones
+test: $(VENV)/for-test $(VENV)/kernels ## run the tests that this machine can run, ten minutes on two cores; PYTEST_ARGS="-m slow": the slow ones
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too: half an hour on two slow cores; needs nvcc

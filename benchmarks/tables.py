@@ -73,7 +73,7 @@ def _of_peers(rows, op, case):
 
 
 def _by_case(rows, op, *providers):
-    """Of the rows of an op, {case: that of the first of these providers that has one}."""
+    """The rows of an op, one for each case: that of the first of these providers that was measured."""
     found = {}
     for provider in reversed(providers):
         found |= {case: row for (each, case, name), row in rows.items() if (each, name) == (op, provider)}

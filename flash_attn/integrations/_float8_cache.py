@@ -127,7 +127,9 @@ def _layer_class(margin: float) -> type:
                 grows = needed > scales[i]
                 if grows.any():
                     before, scales[i] = scales[i], torch.where(grows, needed * margin, scales[i])
-                    held[i] = _encoded(held[i].float() * before[..., None, None], scales[i])
+                    anew = _encoded(held[i].float() * before[..., None, None], scales[i])
+                    anew, kept = anew.view(torch.uint8), held[i].view(torch.uint8)
+                    held[i] = torch.where(grows[..., None, None], anew, kept).view(FLOAT8)  # others keep their bits
             (self.keys, self.values), self.descales = held, tuple(scales)
 
         def reorder_cache(self, beam_idx: Tensor) -> None:

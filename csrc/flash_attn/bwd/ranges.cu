@@ -181,7 +181,7 @@ __global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __gri
   for (int i = 0; i < kLiveWords; ++i) {
     if (lane_id() == i) use.live[i] = live[i];
   }
-  // As many in each query head of a key head where these share their ranges.
+  // Query heads that share ranges were visited as one: each of them has as many steps.
   const int steps = visited * (problem.heads / problem.heads_k / query_heads);
   if (lane_id() == 0) use.first_m = used.first, use.last_m = used.last, use.steps = steps;
 }

@@ -46,7 +46,7 @@ __host__ __device__ inline int64_t num_key_heads(const Problem& p) {
 // fp32 sums of dK and dV: (splits of n_blocks that have several, dK or dV, keys of an n_block, kHeadDim channels).
 template <int kHeadDim>
 struct KeySums {
-  // Of a key, which counts from the first one of its n_block.
+  // Where the sum of a key begins. index: of the split; key: counted from the first one of its n_block.
   static __device__ float* address(const BwdCommonPlan& plan, int64_t index, bool of_values, int key) {
     return plan.scratch.key_sums + ((2 * index + of_values) * plan.block_keys + key) * kHeadDim;
   }
