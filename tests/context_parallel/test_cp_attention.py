@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import cover
-from compare import assert_error_ratio
+from compare import assert_error_ratio, unavoidable
 from oracle import attention
 from processes import ON_GPUS, over_processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -131,7 +131,23 @@ def check(group, case, head_dim=16):
     for name, x, expected, baseline in zip(
         ["out", "lse", "dq", "dk", "dv", "dsink"], found, exact, alone, strict=False
     ):
-        assert_error_ratio(x, expected, baseline, name=f"{name} of {case} on {plan}", at_most=2.0)
+        # A sum of many rounded terms: the error of one process on a few heads says little about what is usual.
+        plus = unavoidable(expected, x.dtype)
+        if name == "dsink":
+            plus += 4 * rounding_of_dsink(exact[0], exact[1], sink, dout)
+        assert_error_ratio(x, expected, baseline, name=f"{name} of {case} on {plan}", at_most=2.0, plus=plus)
+
+
+def rounding_of_dsink(out, lse, sink, dout):
+    """The largest standard deviation of the gradient of a head's sink, whose terms have out rounded to dout's dtype.
+
+    That gradient is the sum over rows of -exp(sink - lse) (dout . out - dlse). Rounding moves an element of out by up
+    to half a unit in its last place, with a standard deviation of that unit over the root of 12.
+    """
+    unit = torch.finfo(dout.dtype).eps * torch.exp2(out.abs().log2().floor())
+    moved = (dout.double() * unit).square().sum(-1) / 12  # (batch, rows, heads)
+    weight = (sink.double()[:, None] - lse).exp()
+    return (weight.square() * moved.transpose(1, 2)).sum((0, 2)).sqrt().max().item()
 
 
 @functools.cache
