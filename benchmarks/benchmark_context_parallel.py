@@ -18,7 +18,8 @@ steps: a whole training step of a decoder with random weights, forward, backward
 all ranks (FSDP2), blocks computed again but for attention, which is kept in the memory of the host, MLPs in chunks, and
 a loss that never has all logits. Beside it stands what `python -m flash_attn.context_parallel` estimates.
 
-errors: the rms error of dq, dk and dv against float64 on a short row, over that of one process.
+errors: the rms error of out, dq, dk and dv against float64 on a short row, over that of one process. Of a long row
+(from 512k on): that of some rows of out and dq, over what rounding the exact ones to bf16 would leave, and of lse.
 
 All numbers of GPUs that are asked for run one after the other, so that efficiency has its baseline:
 
@@ -117,6 +118,7 @@ def cases(device: str):
         yield Case("links", f"{size} MB", bytes=size * 2**20)
     yield Case("errors", "causal 4k 8/2 d128", (4 * K,), (8, 2))
     yield Case("errors", "documents 4k 8/2 d128", documents(4 * K, 700, 2 * K), (8, 2))
+    yield Case("errors", "causal 1024k 32/8 d128", (1024 * K,))
     for size in (64, 128, 512, 1024):
         yield Case("step", f"8B {size}k", (size * K,))
     yield Case("step", "8B of 16 layers 1024k", (1024 * K,), model=Model(layers=16))
@@ -467,6 +469,9 @@ def _links(case, ranks, args):
 def _errors(case, ranks, args):
     """Errors over those of one process, each an rms of the difference to float64."""
     total = sum(case.seqlens)
+    if total >= 512 * K:
+        yield from _errors_of_some_rows(case, ranks, args)
+        return
     torch.manual_seed(0)
     q, k, v, dout = _inputs(case, total, args.device)
     for x in (q, k, v, dout):
@@ -487,6 +492,44 @@ def _errors(case, ranks, args):
         shares = [x / y for x, y in zip(rms(dist.group.WORLD, method), one, strict=True)]
         text = " ".join(f"{name} {share:.3f}" for name, share in zip(("out", "dq", "dk", "dv"), shares, strict=True))
         yield _row(case, ranks, method, args, [], error=text)
+
+
+def _errors_of_some_rows(case, ranks, args, count=16):
+    """Errors of `count` rows of each rank, of a causal row of which one GPU could not compute all in float64."""
+    for method in ("gather", "ulysses"):
+        plan = Plan(list(case.seqlens), dist.group.WORLD, method=method)
+        torch.manual_seed(dist.get_rank())
+        *leaves, dout = _inputs(case, plan.tokens, args.device)
+        start = time.perf_counter()
+        out, lse = cp_attn_func(*leaves, causal=True, plan=plan, return_lse=True)
+        dq, *_ = torch.autograd.grad(out, leaves, dout)
+        _wait(args.device == "cuda")
+        seconds = _largest(time.perf_counter() - start, args.device)
+        k, v = (plan.unshard(x.detach()) for x in leaves[1:])
+        rows = torch.randint(plan.own_tokens, (count,), device=args.device)
+        positions = plan.positions[rows]
+        squares = torch.zeros(5, dtype=torch.float64, device=args.device)
+        for head in range(case.heads[0]):
+            head_k = head // (case.heads[0] // case.heads[1])
+            keys, values = k[0, :, head_k].double(), v[0, :, head_k].double()
+            queries, douts = leaves[0].detach()[0, rows, head].double(), dout[0, rows, head].double()
+            scores = queries @ keys.T * case.head_dim**-0.5
+            scores.masked_fill_(torch.arange(len(keys), device=args.device) > positions[:, None], -torch.inf)
+            exact_lse = scores.logsumexp(-1)
+            weights = (scores - exact_lse[:, None]).exp()
+            exact_out, dweights = weights @ values, douts @ values.T
+            delta = (douts * exact_out).sum(-1, keepdim=True)
+            exact_dq = weights.mul_(dweights.sub_(delta)) @ keys * case.head_dim**-0.5
+            for i, (found, exact) in enumerate(((out, exact_out), (dq, exact_dq))):
+                rounded = exact.to(found.dtype).double()
+                squares[2 * i] += (found.detach()[0, rows, head].double() - exact).square().sum()
+                squares[2 * i + 1] += (rounded - exact).square().sum()
+            squares[4] += (lse.detach()[0, head, rows].double() - exact_lse).square().mean() / case.heads[0] / ranks
+        dist.all_reduce(squares)
+        out_error, out_unit, dq_error, dq_unit, lse_error = squares.sqrt().tolist()
+        text = f"out {out_error / out_unit:.3f} dq {dq_error / dq_unit:.3f} lse {lse_error:.2e}; {seconds:.1f} s"
+        yield _row(case, ranks, method, args, [], error=text)
+        del leaves, dout, out, lse, dq, k, v
 
 
 def _exact(case, *tensors):
@@ -516,9 +559,10 @@ def _step_of_model(case, ranks, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
     plan = Plan(list(case.seqlens), dist.group.WORLD)
     ids = torch.randint(sizes.vocab, (1, total), generator=torch.Generator().manual_seed(0)).to(device)
-    batch = plan.shard_batch(dict(input_ids=ids, labels=ids))
-    steps, times = 2, []  # the first one allocates
-    for _ in range(steps):
+    short = min(total, 128 * K)  # a short step first, which compiles, connects ranks and allocates what has any length
+    steps = [(Plan([short], dist.group.WORLD), ids[:, :short]), (plan, ids)]
+    for plan, row in steps:
+        batch = plan.shard_batch(dict(input_ids=row, labels=row))
         dist.barrier()
         _wait(on_gpu)
         if on_gpu:
@@ -529,9 +573,7 @@ def _step_of_model(case, ranks, args):
         optimizer.step()
         optimizer.zero_grad()
         _wait(on_gpu)
-        times.append(_largest(1e3 * (time.perf_counter() - start), device))
-        if times[-1] > 200_000:  # a second one would not add anything
-            break
+        ms = _largest(1e3 * (time.perf_counter() - start), device)
     peak = _largest(torch.cuda.max_memory_allocated() / 1e6, device) if on_gpu else None
     options = Options(offload=True)
     estimated = step_seconds(sizes, Machine(), total, ranks, 1, options)
@@ -539,7 +581,7 @@ def _step_of_model(case, ranks, args):
     text = f"loss {loss.item():.3f}; estimate {1e3 * estimated:.4g} ms, {sum(items.values()):.1f} GB: " + ", ".join(
         f"{name} {size:.1f}" for name, size in items.items()
     )
-    yield _row(case, ranks, "FSDP2 over cp", args, times[-1:], error=text, peak_mb=peak)
+    yield _row(case, ranks, "FSDP2 over cp", args, [ms], error=text, peak_mb=peak)
 
 
 def _decoder(sizes, device):
