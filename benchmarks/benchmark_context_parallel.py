@@ -159,7 +159,7 @@ def main() -> None:
 
 def _parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="?", default="*", help="glob over op/case (default: all)")
+    parser.add_argument("cases", nargs="*", default=["*"], help="globs over op/case (default: all)")
     parser.add_argument(
         "--ranks", nargs="+", type=int, default=[1, 2, 4], help="default: 1 2 4, as far as there are GPUs"
     )
@@ -170,9 +170,9 @@ def _parse():
     args = parser.parse_args()
     if args.device == "cuda":
         args.ranks = [ranks for ranks in args.ranks if ranks <= torch.cuda.device_count()]
-    args.chosen = [case for case in cases(args.device) if fnmatch.fnmatch(str(case), args.cases)]
+    args.chosen = [case for case in cases(args.device) if any(fnmatch.fnmatch(str(case), each) for each in args.cases)]
     if not args.chosen:
-        parser.error(f"no case matches {args.cases!r}; there are: {', '.join(map(str, cases(args.device)))}")
+        parser.error(f"no case matches {' '.join(args.cases)}; there are: {', '.join(map(str, cases(args.device)))}")
     return args
 
 
