@@ -102,7 +102,7 @@ class Featured(Case):
             exact_grads = list(exact_grads)
             exact_grads[sink] = gradient_of_sink(inputs[sink], out, lse, dout, dlse)
         if rounded or (self.sink and not in_kernels):
-            stored_dlse = dlse_of_stored_out(exact_out, dout, dlse)
+            stored_dlse = dlse_of_stored_out(out, exact_out, dout, dlse)
             all_plain.append(oracle.gradients(reference, exact_inputs, dout, stored_dlse)[2])
         grads = torch.autograd.grad([out, lse][: 1 + self.dlse], leaves, [dout, dlse][: 1 + self.dlse])
         names = [*(f"gradient {i}" for i in range(len(tensors))), *differentiable]

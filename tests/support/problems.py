@@ -240,7 +240,7 @@ def check(case, tensors, attend, reference, *, with_dlse=False, backward=True):
         grads = torch.autograd.grad([out, lse][: 1 + with_dlse], leaves, [dout, dlse][: 1 + with_dlse])
         plain = [plain_grads]
         if _library.runs_in_kernel("fwd", dout) and not precision.uses_exact_gradients():
-            stored_dlse = dlse_of_stored_out(exact_out, dout, dlse)
+            stored_dlse = dlse_of_stored_out(out, exact_out, dout, dlse)
             plain.append(gradients(reference, exact_inputs, dout, stored_dlse)[2])
         check_gradients(case, *(apart(x, dout.dim()) for x in (grads, exact_grads, *plain)))
 
@@ -284,11 +284,11 @@ def plain_lse(case, inputs, reference):
     return reference(*(inputs if case.softcap > 0 else (x.float() for x in inputs)))[1]
 
 
-def dlse_of_stored_out(exact_out, dout, dlse):
-    """A gradient of lse that has the effect of storing out in its 16 bits between forward and backward, as kernels do.
+def dlse_of_stored_out(out, exact_out, dout, dlse):
+    """A gradient of lse that has the effect of an out that is stored in 16 bits between forward and backward.
 
     The backward takes delta = <dout, out> off dP, and adds dlse. Where exact gradients cancel, as in a row of one key,
-    plain torch has no error at all, and the formulas of the backward have this one.
+    plain torch has no error at all, and the formulas of the backward have that of out, which is checked on its own.
     """
-    lost = (dout.double() * (exact_out.to(dout.dtype).double() - exact_out)).sum(-1).transpose(-1, -2)
+    lost = (dout.double() * (out.detach().double() - exact_out)).sum(-1).transpose(-1, -2)
     return -lost if dlse is None else dlse - lost
