@@ -23,7 +23,7 @@ import importlib.util
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -145,31 +145,6 @@ def is_where_kernels_run(x: torch.Tensor) -> bool:
 def memory_of_device(x: torch.Tensor) -> int | None:
     """Bytes of memory that the GPU of `x` has; None on other devices."""
     return torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else None
-
-
-@contextlib.contextmanager
-def streams_beside(x: torch.Tensor, count: int) -> Iterator[Callable[[int], contextlib.AbstractContextManager]]:
-    """Yields a function of i: the context in which work goes to the i-th of `count` streams, which take turns.
-
-    They start when the current stream of the device of x gets there, and it waits for them at the end. With one, and on
-    a device without streams, the work goes to the current stream.
-    """
-    if count == 1 or not x.is_cuda:
-        yield lambda i: contextlib.nullcontext()
-        return
-    current, streams = torch.cuda.current_stream(x.device), [_stream(x.device, i) for i in range(count)]
-    for stream in streams:
-        stream.wait_stream(current)
-    try:
-        yield lambda i: torch.cuda.stream(streams[i % count])
-    finally:
-        for stream in streams:
-            current.wait_stream(stream)
-
-
-@functools.cache
-def _stream(device: torch.device, index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def can_be_read_at_once(x: torch.Tensor) -> bool:

@@ -291,19 +291,15 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 # gather
 
 
-# Groups of heads whose keys and values take no more than so many bytes altogether are all in memory at once.
-ALL_AT_ONCE = 2**30
-
-
-def _for_each_group(plan, schedule, k, v, groups, compute, sends):
+def _for_each_group(plan, schedule, k, v, groups, compute):
     """Call compute(i, keys, values) for each group of heads, with views (batch, fetched, heads of the group, head_dim).
 
-    sends: whether it sends sums home. Then it returns a function that takes what has come home, which is called before
-    the memory that it has used is needed for another group, at the latest at the end.
+    It returns None, or a function that waits for what it has sent home.
 
-    Groups with few bytes are all in memory at once, and wait for nothing but their transfers; of others there are two.
-    All ranks take the same decision, as their transfers must come in the same order. The first fetch and the last way
-    home have nothing beside them.
+    Within a host a group waits for its transfers, and the next one for its own. Beside attention a transfer costs more
+    than it takes alone: ranks end their launches at different times, and until a transfer has begun on all, it occupies
+    multiprocessors of those where it has. Over slower links (plan.overlaps) the transfers of one group run beside
+    another group.
     """
     tokens, batch, sizes = plan.own_tokens, k.shape[0], (k.shape[3], v.shape[3])
     heads = k.shape[2] // groups
@@ -311,36 +307,18 @@ def _for_each_group(plan, schedule, k, v, groups, compute, sends):
     rows = k.new_empty(groups, tokens, width)  # a row is what is sent of a token
     for target, x in zip(_keys_and_values(rows, batch, sizes), (k, v), strict=True):
         target.copy_(x[:, :tokens].unflatten(2, (groups, heads)).permute(2, 1, 0, 3, 4))
-    all_at_once = plan.total * groups * width * k.element_size() <= ALL_AT_ONCE
-    ahead = groups if all_at_once else 2
-    # The last thread blocks of a launch leave a part of the GPU idle, and so do the small kernels around it. There,
-    # another group is computed. But not where sums are sent: groups would then not end at the same time on all ranks,
-    # and a transfer that waits for other ranks occupies multiprocessors.
-    streams = 1 if sends or not all_at_once else groups
-    # How many fetches start before the first group is computed. Transfers run one after the other, so sums must not be
-    # before the fetches of later groups. Where none are sent, few: the GPU waits while the host starts them.
-    first = min(groups, ahead if sends else 2)
-    arriving, sent = {}, {}
-    with _library.streams_beside(k, streams) as stream:
-
-        def start(i):
-            with stream(i):
-                arriving[i] = schedule.exchange.fetch(rows[i])
-
-        for i in range(first):
-            start(i)
-        for i in range(groups):
-            with stream(i):
-                if sends and i >= ahead:
-                    sent.pop(i - ahead)()
-                fetched = [x.transpose(0, 1) for x in _keys_and_values(arriving.pop(i)(), batch, sizes)]
-                sent[i] = compute(i, *fetched)
-                del fetched
-            if i + first < groups:
-                start(i + first)
-        for i, arrive in sent.items() if sends else ():
-            with stream(i):
-                arrive()
+    ahead = int(plan.overlaps)
+    arriving, returning = [], []
+    for i in range(groups):
+        for later in rows[i + len(arriving) : i + ahead + 1]:
+            arriving.append(schedule.exchange.fetch(later))
+        fetched = [x.transpose(0, 1) for x in _keys_and_values(arriving.pop(0)(), batch, sizes)]
+        returning.append(compute(i, *fetched))
+        del fetched
+        if len(returning) > ahead and (wait := returning.pop(0)):
+            wait()
+    for wait in filter(None, returning):
+        wait()
 
 
 def _keys_and_values(rows, batch, sizes):
@@ -378,9 +356,9 @@ def _packed_lse(lse, launch):
 def _gathered_attention(q, k, v, sink, plan, softmax_scale, window, softcap, chunk, deterministic):
     """out and softmax_lse of attention by "gather"."""
     head_bytes = plan.total * q.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size()
-    groups = plan.groups_of_heads(k.shape[2], q.shape[0], head_bytes)
-    fits = all(k.shape[2] % each == 0 for each in groups)
-    checks.number("head_groups of the plan", groups[0], fits, "a divisor of the heads of k, {}", k.shape[2])
+    groups = plan.groups_of_heads(k.shape[2], head_bytes)
+    fits = k.shape[2] % groups == 0
+    checks.number("head_groups of the plan", groups, fits, "a divisor of the heads of k, {}", k.shape[2])
     options = plan.handle, softmax_scale, *window, softcap, chunk, groups, deterministic
     if q.dtype in flash_attn.KERNEL_DTYPES and not _has_kernel(q):  # out is kept in float32, and so are sums
         out, lse = _gather(q.float(), k.float(), v.float(), sink, *options)
@@ -407,17 +385,17 @@ def _gather(
     window_right: int,
     softcap: float,
     chunk: int,
-    groups: Sequence[int],
+    groups: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse of attention by "gather". plan: the handle of one. groups: of the forward and backward."""
+    """out and softmax_lse of attention by "gather". plan: the handle of one. groups: of heads."""
     the_plan = plan_of(plan)
     batch, tokens, heads, _ = q.shape
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
     out, lse = _gather_fake(q, k, v)
     out[:, the_plan.own_tokens :] = 0
     lse[:, :, the_plan.own_tokens :] = math.inf
-    share = heads // groups[0]
+    share = heads // groups
 
     def compute(i: int, keys: Tensor, values: Tensor) -> None:
         own = slice(i * share, (i + 1) * share)
@@ -434,7 +412,7 @@ def _gather(
             _put_back(out[:, :, own], launch.rows, launch, part_out)
             lse[:, own, launch.rows] = _unpacked_lse(found_lse, batch)
 
-    _for_each_group(the_plan, schedule, k, v, groups[0], compute, sends=False)
+    _for_each_group(the_plan, schedule, k, v, groups, compute)
     return out, lse
 
 
@@ -459,7 +437,7 @@ def _gather_backward(
     window_right: int,
     softcap: float,
     chunk: int,
-    groups: Sequence[int],
+    groups: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. softmax_lse counts the sink, if there is one."""
@@ -467,7 +445,7 @@ def _gather_backward(
     own_tokens, batch = the_plan.own_tokens, q.shape[0]
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
     dq, dk, dv = (torch.zeros_like(x) if own_tokens < x.shape[1] else torch.empty_like(x) for x in (q, k, v))
-    heads, heads_k = (x.shape[2] // groups[1] for x in (q, k))
+    heads, heads_k = (x.shape[2] // groups for x in (q, k))
     sizes = k.shape[3], v.shape[3]
 
     def compute(i: int, keys: Tensor, values: Tensor) -> Callable[[], None]:
@@ -500,7 +478,7 @@ def _gather_backward(
 
         return arrive
 
-    _for_each_group(the_plan, schedule, k, v, groups[1], compute, sends=True)
+    _for_each_group(the_plan, schedule, k, v, groups, compute)
     return dq, dk, dv
 
 

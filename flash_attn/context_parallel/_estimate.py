@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flash_attn.context_parallel._attention import ALL_AT_ONCE
+from flash_attn.context_parallel._plan import LARGEST_GROUP
 
 
 class Model(NamedTuple):
@@ -48,7 +48,7 @@ class Machine(NamedTuple):
 class Options(NamedTuple):
     """How a step is computed."""
 
-    groups: int = 4  # of heads, in gather
+    groups: int = 4  # of heads, in gather between nodes: head_groups of a Plan
     mlp_chunks: int = 16
     loss_chunk: int = 8192
     offload: bool = False
@@ -96,7 +96,7 @@ def link_of(machine: Machine, ranks: int) -> tuple[str, float]:
 def exposed_of_gather(transfer: float, compute: float, groups: int) -> float:
     """The first group's transfer, and what later ones take longer than the computation beside them.
 
-    With one group that is all of it, as in ulysses.
+    With one group that is all of it, as in ulysses, and in gather within a node.
     """
     return transfer / groups + (groups - 1) / groups * max(0.0, transfer - compute)
 
@@ -110,7 +110,8 @@ def attention(model: Model, machine: Machine, tokens: int, ranks: int, options: 
         if method == "ulysses" and ranks > model.heads:
             continue
         sizes = volumes(model, tokens, ranks)
-        groups, starts = (options.groups, options.groups) if method == "gather" else (1, 4)
+        groups = options.groups if (method, link) == ("gather", "NIC") else 1
+        starts = {"gather": groups, "ulysses": 4}[method]
         waits = starts * machine.latency * 1e-3 * (ranks > 1)
         sending = [size / rate * 1e-6 + waits for size in sizes]
         out, back = (exposed_of_gather(*pair, groups) for pair in zip(sending, (forward, backward), strict=True))
@@ -135,7 +136,7 @@ def memory(model: Model, tokens: int, cp: int, tp: int, shards: int, options: Op
     n, gb = tokens / cp, 1e-9
     q, kv = model.heads * model.head_dim / tp, 2 * max(model.heads_k / tp, 1) * model.head_dim
     gathered = tokens * kv * 2  # keys and values; sums of their gradients, in float32, take twice as much
-    held = gathered if gathered <= ALL_AT_ONCE else 2 * gathered / options.groups
+    held = gathered / math.ceil(gathered / LARGEST_GROUP)
     own = n * (4 * q + 2 * kv) * 2 + n * q * 2  # q, out, dout, dq; keys and values and their gradients; a copy of out
     kept = n * model.width * 2 * model.layers + (n * q * 2 * model.layers if options.keep_attention else 0)
     return {

@@ -4,6 +4,7 @@ All are made of three collectives of torch.distributed, which every rank of a gr
 that all ranks have computed from the same plan.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,47 @@ from torch import Tensor
 from flash_attn._ops import collectives
 
 
+class Rows:
+    """Some rows of a tensor, in an order: slices of it if they are a few runs, which copy faster, or an index.
+
+    index: int64 (count,) on the CPU, no row twice. device: where the tensors are.
+    """
+
+    _MOST_RUNS = 16
+
+    def __init__(self, index: Tensor, device: torch.device) -> None:
+        borders = [0, *((index.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(index)]
+        runs = [index[begin:end] for begin, end in itertools.pairwise(borders) if begin < end]
+        self._runs, self._lengths, self._index = [], [], None
+        if len(runs) > self._MOST_RUNS:
+            self._index = index.to(device)
+        else:
+            self._runs = [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
+            self._lengths = list(map(len, runs))
+
+    def of(self, x: Tensor) -> Tensor:
+        """These rows of x: a view of it if they are one run."""
+        if self._index is not None:
+            return x.index_select(0, self._index)
+        return x[self._runs[0]] if len(self._runs) == 1 else torch.cat([x[run] for run in self._runs] or [x[:0]])
+
+    def copy_to(self, target: Tensor, rows: Tensor) -> None:
+        """Write rows to these of target."""
+        if self._index is not None:
+            target.index_copy_(0, self._index, rows)
+        else:
+            for run, part in zip(self._runs, rows.split(self._lengths), strict=True):
+                target[run] = part
+
+    def add_to(self, target: Tensor, rows: Tensor) -> None:
+        """Add rows to these of target."""
+        if self._index is not None:
+            target.index_add_(0, self._index, rows)
+        else:
+            for run, part in zip(self._runs, rows.split(self._lengths), strict=True):
+                target[run] += part
+
+
 class RowExchange:
     """Fetches the rows of a packed row that a rank needs, in order of their positions, and gives back sums for them.
 
@@ -21,7 +63,8 @@ class RowExchange:
     positions it needs (CPU, bool, one for each position). device: where the rows are.
 
     Where ranks need most of the rows, all ranks get all of them (all-gather); else each gets what it needs
-    (all-to-all). Sums go the same way back: reduce-scatter, or all-to-all and additions in order of the ranks.
+    (all-to-all). Sums go the same way back: reduce-scatter, or all-to-all and additions in order of the ranks, to the
+    sums that stay.
 
     fetched: the positions of the rows that `fetch` gets (CPU). num_sums: how many rows of sums `give_back` takes: one
     for each of these, and perhaps one more, which is zeros.
@@ -32,33 +75,41 @@ class RowExchange:
     ) -> None:
         self._group, self._rows = group, len(positions[rank])
         self._world = len(positions)
-        total = len(needed[rank])
-        wanted = sum(int(each.sum()) for each in needed)
-        self._gathers = 4 * wanted >= 3 * self._world * total or self._world == 1
-        slots = torch.zeros(total, dtype=torch.int64)  # where each position is in the buffer that arrives
-        self._most = max(map(len, positions))
-        if self._gathers:
-            for peer, own in enumerate(positions):
-                slots[own] = torch.arange(len(own)) + peer * self._most
-            arriving = self._world * self._most
-        else:
-            parts = [own[needed[rank][own]] for own in positions]
-            leaving = [needed[peer][positions[rank]].nonzero()[:, 0] for peer in range(self._world)]
-            order = torch.cat(parts)
-            slots[order] = torch.arange(len(order))
-            self._counts_in, self._counts_out = [list(map(len, each)) for each in (parts, leaving)]
-            self._leaving = [each.to(device) for each in leaving]
-            self._leaving_all = torch.cat(leaving).to(device)
-            arriving = len(order)
-        order = slots[needed[rank]]
         self.fetched = needed[rank].nonzero()[:, 0]
-        self.num_sums = len(order)
+        self.num_sums = len(self.fetched)
+        wanted = sum(int(each.sum()) for each in needed)
+        self._gathers = 4 * wanted >= 3 * self._world * len(needed[rank]) or self._world == 1
+        if self._gathers:
+            self._order_gathered(positions, device)
+        else:
+            self._divide(rank, positions, needed, device)
+
+    def _order_gathered(self, positions, device):
+        """Find where each fetched row is in the rows of all ranks, one rank after the other, each with padding."""
+        self._most = max(map(len, positions))
+        arriving = self._world * self._most
+        slots = torch.zeros(sum(map(len, positions)), dtype=torch.int64)
+        for peer, own in enumerate(positions):
+            slots[own] = torch.arange(len(own)) + peer * self._most
+        order = slots[self.fetched]
         self._slots = self._homes = None
         if not torch.equal(order, torch.arange(arriving)):
             homes = torch.full((arriving,), len(order))  # of each row that arrives, the row that is fetched from it
             homes[order] = torch.arange(len(order))
             self._slots, self._homes = order.to(device), homes.to(device)
             self.num_sums += 1
+
+    def _divide(self, rank, positions, needed, device):
+        """Find which rows stay, which leave, and where those of each rank are among the fetched ones."""
+        slots = needed[rank].cumsum(0) - 1
+        parts = [slots[own[needed[rank][own]]] for own in positions]
+        leaving = [needed[peer][positions[rank]].nonzero()[:, 0] for peer in range(self._world)]
+        self._staying, self._staying_at = Rows(leaving[rank], device), Rows(parts[rank], device)
+        self._all_stay = len(leaving[rank]) == self._rows
+        leaving[rank] = parts[rank] = slots[:0]
+        self._counts_in, self._counts_out = [list(map(len, each)) for each in (parts, leaving)]
+        self._arriving_at, self._leaving_all = Rows(torch.cat(parts), device), Rows(torch.cat(leaving), device)
+        self._leaving = [Rows(each, device) for each in leaving]
 
     def fetch(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to fetch rows of x (rows, width). Returns a function that waits for (fetched rows, width)."""
@@ -67,43 +118,60 @@ class RowExchange:
         if self._gathers:
             if self._rows < self._most:
                 x = torch.cat([x, x.new_zeros(self._most - self._rows, x.shape[1])])
-            arrived, work = collectives.gather_rows(x, self._group, async_op=True)
-        else:
-            sent = x.index_select(0, self._leaving_all)
-            arrived = x.new_empty(sum(self._counts_in), x.shape[1])
-            work = _all_to_all(arrived, sent, self._counts_in, self._counts_out, self._group)
+            gathered, work = collectives.gather_rows(x, self._group, async_op=True)
 
-        def wait():
+            def wait():
+                work.wait()
+                return gathered if self._slots is None else gathered.index_select(0, self._slots)
+
+            return wait
+
+        sent = self._leaving_all.of(x)
+        arrived = x.new_empty(sum(self._counts_in), x.shape[1])
+        work = _all_to_all(arrived, sent, self._counts_in, self._counts_out, self._group)
+        fetched = x.new_empty(len(self.fetched), x.shape[1])
+        self._staying_at.copy_to(fetched, self._staying.of(x))
+
+        def wait_and_place():
             work.wait()
-            return arrived if self._slots is None else arrived.index_select(0, self._slots)
+            self._arriving_at.copy_to(fetched, arrived)
+            return fetched
 
-        return wait
+        return wait_and_place
 
     def give_back(self, sums: Tensor) -> Callable[[], Tensor]:
         """Start to send sums (num_sums, width) to the ranks that have the rows. Returns a function as `fetch` does.
 
-        What it returns is (rows, width), for each row the sum over all ranks.
+        What it returns is (rows, width), for each row the sum over all ranks. It may be a part of sums.
         """
         if self._world == 1:
             return lambda: sums
-        if self._homes is not None:
-            sums = sums.index_select(0, self._homes)
         if self._gathers:
-            arrived, work = collectives.scatter_rows(sums, self._group, async_op=True)
-        else:
-            arrived = sums.new_empty(len(self._leaving_all), sums.shape[1])
-            work = _all_to_all(arrived, sums, self._counts_out, self._counts_in, self._group)
+            if self._homes is not None:
+                sums = sums.index_select(0, self._homes)
+            scattered, work = collectives.scatter_rows(sums, self._group, async_op=True)
 
-        def wait():
+            def wait():
+                work.wait()
+                return scattered[: self._rows]
+
+            return wait
+
+        sent = self._arriving_at.of(sums)
+        arrived = sums.new_empty(sum(self._counts_out), sums.shape[1])
+        work = _all_to_all(arrived, sent, self._counts_out, self._counts_in, self._group)
+        total = self._staying_at.of(sums)
+        if not self._all_stay:
+            some, total = total, sums.new_zeros(self._rows, sums.shape[1])
+            self._staying.copy_to(total, some)
+
+        def wait_and_add():
             work.wait()
-            if self._gathers:
-                return arrived[: self._rows]
-            total = sums.new_zeros(self._rows, sums.shape[1])
             for rows, part in zip(self._leaving, arrived.split(self._counts_out), strict=True):
-                total.index_add_(0, rows, part)  # no row twice in one part: the order of additions is that of the ranks
+                rows.add_to(total, part)  # no row twice in one part: the order of additions is that of the ranks
             return total
 
-        return wait
+        return wait_and_add
 
 
 class ZigzagExchange:

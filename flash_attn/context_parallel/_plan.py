@@ -82,10 +82,10 @@ class Plan:
             where they start on one GPU. 1 divides as evenly as possible.
         pad_to: the number of tokens that every rank gets, the last of which are padding; None: no padding, and ranks
             may differ by as much as borders have moved.
-        head_groups: "gather" fetches key heads in so many groups, which must divide their number, while others are
-            computed. It holds two of them, or all where their keys take up to 1 GiB, and in the backward the sums of as
-            many. None: up to 4, if each is large.
-            Without effect with "ulysses".
+        head_groups: "gather" fetches key heads in so many groups, which must divide their number, each while the one
+            before is computed: for links between hosts. It holds two of them, and in the backward the sums of as many.
+            None: one after the other, in as few groups as have at most 1 GiB of keys and values each, which is faster
+            within a host; but with "usp" as if it were 4, where groups are large. Without effect with "ulysses".
         each_document: divide each document by itself in this layout, as Megatron and ring-flash-attention do, and not
             the row. With "zigzag", attention is then called once for each document. Not with "striped".
         heads, heads_k: the numbers of query and of key heads in calls of attention, for method="auto", which needs
@@ -115,6 +115,8 @@ class Plan:
         (tensor([0, 1, 2, 3, 4, 5, 6, 7]), tensor([0, 1, 2, 3, 4, 0, 1, 2]))
         >>> dist.destroy_process_group()
     """
+
+    _over_slow_links = False  # as the ring of "usp" is
 
     @_on_host
     def __init__(
@@ -152,6 +154,7 @@ class Plan:
             options: dict[str, Any] = dict(layout=self.layout, method="gather", granularity=self._granularity)
             options |= dict(head_groups=head_groups, each_document=each_document, device=device)
             self.inner = Plan(self.seqlens, self._mesh["ring"], **options)
+            self.inner._over_slow_links = True
         own = self._every_position[self.rank]
         self.tokens, self.own_tokens = len(own), self._counts[self.rank]
         self.positions = own.to(device)
@@ -538,27 +541,26 @@ class Plan:
             return self.world_size, self.rank
         return self._mesh["ulysses"].size(), self._mesh["ulysses"].get_local_rank()
 
-    def groups_of_heads(self, heads_k: int, batch: int, bytes_per_head: int) -> tuple[int, int]:
-        """Returns in how many groups "gather" fetches the key heads in the forward, and in the backward.
+    @property
+    def overlaps(self) -> bool:
+        """Whether "gather" transfers one group of heads while it computes another."""
+        return self._head_groups is not None or self._over_slow_links
+
+    def groups_of_heads(self, heads_k: int, bytes_per_head: int) -> int:
+        """Returns in how many groups "gather" fetches the key heads.
 
         bytes_per_head: of all keys and values.
 
-        With n groups, 1 / n of the transfers have nothing beside them: the first fetch, and in the backward the last
-        sums, which have twice the bytes. A group costs launches and transfers that take 20 us each to start, which 16
-        MB make up for: these take 50 us at 330 GB/s. In the backward, launches must also be long: a thread block
-        computes 128 keys of a head, and with less than two of them for each multiprocessor in each chunk, the last
-        ones leave more of the GPU idle than transfers would (of 32k tokens on 4 GPUs, 8 key heads and 9.3 ms: 2.7 ms
-        with four groups and 1.0 ms with two; the transfers of one group take 0.9 ms). In the forward, blocks are half
-        as long, and groups can overlap, as they send nothing.
+        As few as hold LARGEST_GROUP bytes each: every launch of attention leaves a part of the GPU idle when it ends.
+        If transfers run beside another group, up to four, if each takes much longer than to start it.
         """
-        if self._head_groups is not None:
-            return self._head_groups, self._head_groups
-        chunk = self.total // (2 * self.world_size)
-        counts = [
-            n for n in (1, 2, 4) if heads_k % n == 0 and self.world_size > 1 and bytes_per_head * heads_k >= n * _LARGE
-        ]
-        long = [n for n in counts if chunk * batch * heads_k >= n * _LONG]
-        return max(counts, default=1), max(long, default=1)
+        if self._head_groups is not None or self.world_size == 1:
+            return self._head_groups or 1
+        total = heads_k * bytes_per_head
+        least = max(1, -(-total // LARGEST_GROUP))
+        if self.overlaps:
+            least = max(least, min(4, total // _LARGE))
+        return next((n for n in range(least, heads_k) if heads_k % n == 0), heads_k)
 
 
 # What "ulysses" may send, as a multiple of what "gather" sends, and still be the faster one: it is sent in fewer
@@ -583,8 +585,8 @@ def _is_faster_by_heads(heads: int, heads_k: int, ranks: int, fetched: float) ->
     return by_heads <= _MOST_SENT * 16 * heads_k * fetched
 
 
-_LARGE = 2**24  # bytes of a group of heads, above which a transfer takes much longer than to start it
-_LONG = 2 * 128 * 128  # keys of all heads of a group, in a chunk of the row
+LARGEST_GROUP = 2**30  # bytes of the keys and values of a group of heads
+_LARGE = 2**24  # bytes above which a transfer takes much longer than to start it: 50 us and 20 us at 330 GB/s
 
 
 def plan_of(handle: Tensor) -> Plan:

@@ -187,13 +187,13 @@ def test_as_one_process_on_gpus(world_size):
     over_processes(world_size, check_all, cases, 64, backend="nccl")
 
 
-def check_streams(group):
-    """Groups of heads that are computed in turns, on streams of their own or with the memory of others."""
+def check_groups(group):
+    """Groups of heads that are computed while others are sent, or one after the other."""
     row = next(row for row in CASES if row["method"] == "gather")
     same = dict(method="gather", padding=None, softcap=0.0, sink=False, batch=1, granularity=128, dtype=torch.bfloat16)
-    for limit in (2**30, 0):
+    for overlaps in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("flash_attn.context_parallel._attention.ALL_AT_ONCE", limit)
+            patch.setattr(Plan, "overlaps", overlaps)
             for seqlens, layout in (([4096], "zigzag"), ([3000, 1000], "balanced"), ([4096], "contiguous")):
                 for mask, head_groups in (("causal", 8), ("causal", 2), ("window", 4)):
                     case = dict(seqlens=seqlens, layout=layout, mask=mask, head_groups=head_groups, heads=(16, 8))
@@ -206,8 +206,8 @@ def check_streams(group):
 
 
 @pytest.mark.parametrize("world_size", ON_GPUS)
-def test_streams_on_gpus(world_size):
-    over_processes(world_size, check_streams, backend="nccl")
+def test_groups_on_gpus(world_size):
+    over_processes(world_size, check_groups, backend="nccl")
 
 
 def run(plan, function=cp_attn_func, heads=(4, 2), batch=1, dtype=torch.float32, **options):
@@ -262,13 +262,13 @@ def check_nothing(group):
 
 
 def check_again(group):
-    """Twice the same bits; and in groups of heads, which are fetched one after the other."""
+    """Twice the same bits; and in groups of heads, of which the next one is fetched meanwhile."""
     for seqlens, window in (([40], (-1, -1)), ([9, 30, 1, 40], (6, -1))):
         options = dict(causal=True, window_size=window, deterministic=True, heads=(8, 4), dtype=torch.bfloat16)
         plans = [Plan(seqlens, group, granularity=1, head_groups=n) for n in (1, 1, 2, 4)]
         first, *others = (run(plan, **options) for plan in plans)
-        with pytest.MonkeyPatch.context() as patch:  # and with the memory of two groups
-            patch.setattr("flash_attn.context_parallel._attention.ALL_AT_ONCE", 0)
+        with pytest.MonkeyPatch.context() as patch:  # and one after the other
+            patch.setattr(Plan, "overlaps", False)
             others += [run(plan, **options) for plan in plans[2:]]
         for other in others:
             assert all(map(torch.equal, first, other))

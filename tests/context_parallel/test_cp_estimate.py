@@ -50,7 +50,7 @@ def test_memory_of_a_million_tokens_on_four():
     expected = {
         "parameters, gradients, optimizer": 32.1,  # 16 bytes of 8.03 B over 4
         "inputs of blocks, kept": 68.7,  # 32 layers of 262144 x 4096 x 2 bytes
-        "attention": 19.3,
+        "attention": 16.1,  # 12.9 of its own tokens, and a quarter of all heads' keys and values and of their sums
         "MLP": 2.8,  # 6 x 262144 x 14336 x 2 bytes in 16 chunks
         "loss": 4.2,  # 8192 x 128256 x 2 bytes, and the gradient of the head in float32
         "gathered layers, NCCL, workspace": 4.0,
@@ -67,7 +67,7 @@ def test_a_step():
     linear = 8 * 8.03e9 * M / 4 / 500e12
     assert step == pytest.approx(attention + linear, rel=2e-3) == pytest.approx(458, abs=1)
     again = estimate.step_seconds(MODEL, MACHINE, M, 4, 1, OPTIONS._replace(keep_attention=False))
-    assert again - step == pytest.approx(32 * 9.007e15 / 741e12 / 4, rel=2e-3)
+    assert again - step == pytest.approx(32 * 9.007e15 / 741e12 / 4, rel=5e-3)  # and keys are fetched again
 
 
 def test_tensor_parallelism_is_not_free():

@@ -146,23 +146,26 @@ def test_even_zigzag_needs_no_copies(world_size):
 @pytest.mark.parametrize(
     "thousands, ranks, heads_k, batch, expected",
     [
-        (32, 4, 8, 1, (4, 1)),
-        (64, 4, 8, 1, (4, 2)),
-        (128, 4, 8, 1, (4, 4)),
-        (32, 2, 8, 1, (4, 2)),
-        (32, 4, 8, 4, (4, 4)),
-        (32, 1, 8, 1, (1, 1)),
-        (128, 4, 1, 1, (1, 1)),
-        (128, 4, 6, 1, (2, 2)),
+        (32, 4, 8, 1, (1, 4)),
+        (256, 4, 8, 1, (1, 4)),
+        (257, 4, 8, 1, (2, 4)),
+        (1024, 4, 8, 1, (4, 4)),
+        (1024, 1, 8, 1, (1, 1)),
+        (4096, 4, 8, 4, (8, 8)),
+        (4096, 4, 1, 1, (1, 1)),
+        (1024, 4, 6, 1, (3, 6)),
         (1, 4, 8, 1, (1, 1)),
     ],
 )
 def test_groups_of_heads(thousands, ranks, heads_k, batch, expected):
-    """Few where transfers are short; in the backward also where launches would be short."""
-    plan = OnePlan(1024 * thousands, 0, ranks)
+    """As few as have 1 GiB each; where transfers overlap, up to four of 16 MiB. The second is of a ring of "usp"."""
+    plan, ring = OnePlan(1024 * thousands, 0, ranks), OnePlan(1024 * thousands, 0, ranks)
+    ring._over_slow_links = True
     size = batch * plan.total * 2 * 128 * 2
-    assert plan.groups_of_heads(heads_k, batch, size) == expected
-    assert OnePlan(1024, 0, ranks, head_groups=3).groups_of_heads(heads_k, batch, size) == (3, 3)
+    assert (plan.groups_of_heads(heads_k, size), ring.groups_of_heads(heads_k, size)) == expected
+    assert (plan.overlaps, ring.overlaps) == (False, True)
+    given = OnePlan(1024, 0, ranks, head_groups=3)
+    assert given.groups_of_heads(heads_k, size) == 3 and given.overlaps
 
 
 def test_work_is_balanced():
