@@ -563,10 +563,10 @@ class Plan:
         return next((n for n in range(least, heads_k) if heads_k % n == 0), heads_k)
 
 
-# What "ulysses" may send, as a multiple of what "gather" sends, and still be the faster one: it is sent in fewer
-# pieces, for longer calls of attention. On two and four H100s of one host it was faster at multiples of 0.8 to 2.9, and
-# slower at 5.2 to 80 (benchmarks/results/context_parallel.csv), with "gather" as it was when it moved more bytes.
-_MOST_SENT = 4.0
+# What "ulysses" may send, as a multiple of what "gather" sends, and be taken for the faster one: on two and four H200s
+# of one host they were within 2 % of each other at 0.8 and 1.7, where "ulysses" was ahead with the longest rows, and
+# "gather" was ahead by 3 to 18 % at 2.9 to 80 (benchmarks/results/context_parallel.csv).
+_MOST_SENT = 2.0
 
 
 def _is_faster_by_heads(heads: int, heads_k: int, ranks: int, fetched: float) -> bool:
