@@ -467,8 +467,7 @@ def flash_attn_varlen_func(
         and return_attn_probs is return_max_logit is False
         and (return_lse is True or return_lse is False)
         and (return_softmax_lse is True or return_softmax_lse is False)
-        and learnable_sink is attn_bias is key_ranges is seqused_q is qv is q_v is None
-        and q_descale is k_descale is v_descale is None
+        and learnable_sink is attn_bias is key_ranges is seqused_q is qv is q_v is q_descale is None
         and type(attention_chunk) is int
         and attention_chunk == 0
     ):
@@ -488,6 +487,8 @@ def flash_attn_varlen_func(
             num_splits,
             out,
             return_lse or return_softmax_lse,
+            k_descale,
+            v_descale,
         )
         if plain is not None:
             return plain
@@ -864,8 +865,7 @@ def flash_attn_with_kvcache(
         and type(softcap) is float
         and softcap == 0
         and (rotary_interleaved is True or rotary_interleaved is False)
-        and learnable_sink is attn_bias is key_ranges is qv is q_v is None
-        and q_descale is k_descale is v_descale is None
+        and learnable_sink is attn_bias is key_ranges is qv is q_v is q_descale is None
         and (return_softmax_lse is True or return_softmax_lse is False)
         and return_max_logit is False
         and type(attention_chunk) is int
@@ -890,6 +890,8 @@ def flash_attn_with_kvcache(
             max_seqlen_q,
             out,
             return_softmax_lse,
+            k_descale,
+            v_descale,
         )
         if plain is not None:
             return plain
