@@ -80,15 +80,19 @@ std::pair<const char*, const char*> memory_of(const Tensor& x) {
   return {data, data + elements * (is_coded(x) ? 1 : size_of(dtype_of(x, "an input")))};
 }
 
-// Places for keys and values in fp16: as many as the cache has or, if that is less, as all positions that the entries
-// have room for (WidenParams::by_entry), however many they use: a captured graph may be replayed with other lengths.
-flash_attn::KeyExtent extent_of_wide_keys(const FwdParams& p, bool& by_entry) {
-  const flash_attn::Problem& problem = p.problem;
+// Places for keys and values in fp16: as many as the cache has or, if that is less, as entries of the greatest length
+// need (WidenParams::by_entry). How long each of them is does not matter: a captured graph may be replayed with other
+// lengths. An entry then has no room for more keys: a caller's bound that does not hold hides some.
+flash_attn::KeyExtent extent_of_wide_keys(FwdParams& p, int64_t longest_k, bool& by_entry) {
+  flash_attn::Problem& problem = p.problem;
   const flash_attn::KeyExtent all = extent_of_keys(p);
   const bool paged = has_pages(p), packed = !paged && problem.cu_seqlens_k != nullptr;
-  const int64_t room = std::max<int64_t>(128, round_up(problem.capacity_k, 128));  // TMA copies whole tiles of one page
+  const int64_t longest = std::min<int64_t>(problem.capacity_k, std::max<int64_t>(longest_k, 1));
+  const int64_t room = std::max<int64_t>(128, round_up(longest, 128));  // TMA copies whole tiles of one page
   by_entry = !packed && (!paged || problem.batch * room < all.entries * all.rows);
-  return by_entry ? flash_attn::KeyExtent{problem.batch, room} : all;
+  if (!by_entry) return all;
+  problem.capacity_k = static_cast<int>(longest);
+  return {problem.batch, room};
 }
 
 TensorRef<const void> as_input(const TensorRef<>& x) { return {x.data, x.batch, x.seqlen, x.heads, x.head_dim}; }
@@ -98,16 +102,20 @@ TensorRef<const void> as_input(const TensorRef<>& x) { return {x.data, x.batch, 
 OptionalTensor widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q) {
   FwdParams& p = call.p;
   flash_attn::Problem& problem = p.problem;
-  flash_attn::WidenParams all{
-      .fwd = p, .longest_q = static_cast<int>(call.longest_q), .longest_k = static_cast<int>(call.longest_k)};
   const auto [codes_are_read, queries_are_read] = read_by_kernel(p, hints);
   const bool widens_q = p.out_dtype != problem.dtype && !queries_are_read;
   if (codes_are_read && !widens_q) return std::nullopt;
-  const auto [entries, rows] = codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, all.by_entry);
+  bool by_entry = false;
+  const auto [entries, rows] =
+      codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, call.longest_k, by_entry);
+  flash_attn::WidenParams all{.fwd = p,
+                              .by_entry = by_entry,
+                              .longest_q = static_cast<int>(call.longest_q),
+                              .longest_k = static_cast<int>(call.longest_k)};
   const int64_t vectors = entries * rows * problem.heads_k;
   const auto aligned = [](int64_t elements) { return round_up(elements, 8); };  // so that each tensor begins aligned
   const int64_t k_at = aligned(widens_q ? q.numel() : 0), v_at = k_at + aligned(vectors * problem.head_dim);
-  const int64_t table_at = v_at + aligned(vectors * problem.head_dim_v), ints = all.by_entry ? problem.batch : 0;
+  const int64_t table_at = v_at + aligned(vectors * problem.head_dim_v), ints = by_entry ? problem.batch : 0;
 
   OptionalTensor memory = new_tensor({table_at + 2 * ints}, aoti_torch_dtype_float16(), q);
   auto* data = static_cast<uint16_t*>(memory->mutable_data_ptr());
@@ -122,8 +130,8 @@ OptionalTensor widen(FwdCall& call, const flash_attn::FwdHints& hints, const Ten
     all.k = keys_at(k_at, problem.head_dim), all.v = keys_at(v_at, problem.head_dim_v);
     p.k = as_input(all.k), p.v = as_input(all.v), p.coded = false;
   }
-  if (all.by_entry) problem.batch_index = nullptr;
-  if (all.by_entry && has_pages(p)) {
+  if (by_entry) problem.batch_index = nullptr;
+  if (by_entry && has_pages(p)) {
     all.table = reinterpret_cast<int*>(data + table_at);
     p.pages = {.block_table = all.table,
                .batch_stride = 1,
