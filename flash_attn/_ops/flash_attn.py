@@ -381,8 +381,10 @@ def plain_varlen(
             if out is None:
                 out = _new_out(q, v)
             lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if wants_lse else None
-            scales = _scale_tensors(q, k_descale, v_descale) if has_scales else (None, None)
-            _refusable(fwd_plain_into, q, k, v, out, lse, *scales, scale, *window, *lengths, num_splits)
+            if has_scales:
+                k_descale, v_descale = _scale_tensors(q, k_descale, v_descale)
+            arguments = k_descale, v_descale, scale, *window, *lengths, num_splits
+            _refusable(fwd_plain_into, q, k, v, out, lse, *arguments)
     except _Refused:
         return None
     return (out, lse) if wants_lse else out
@@ -447,9 +449,10 @@ def plain_decode(
         or not _is_constant(out)
     ):
         return None
+    if has_scales:
+        k_descale, v_descale = _scale_tensors(q, k_descale, v_descale)
     # The dispatcher takes time for each argument, so the last ones are left out where they have their defaults.
-    scales = _scale_tensors(q, k_descale, v_descale) if has_scales else (None, None)
-    arguments = *scales, scale, *window, cache_seqlens, block_table
+    arguments = k_descale, v_descale, scale, *window, cache_seqlens, block_table
     if appends or not length is cu_seqlens_q is max_seqlen_q is None or num_splits != 0:
         new = k, v, rotary_cos, rotary_sin, rotary_interleaved, length
         arguments = *arguments, cu_seqlens_q, max_seqlen_q, num_splits, *new
