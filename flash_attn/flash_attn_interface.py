@@ -440,7 +440,9 @@ def flash_attn_varlen_func(
             by: a number, or float32 that broadcasts to (batch, heads_k), such as (heads_k,); None means 1. The result
             has the bits of the call with k, v and q converted to float16, but for its dtype, with softmax_scale times
             k_descale in float32, and with out times v_descale before it is rounded. There is no gradient, no dropout
-            and no S_dmask, and what q has beyond float16's range becomes infinite. `flash_attn.functional` makes codes.
+            and no S_dmask, and what q has beyond float16's range becomes infinite. Long rows over a cache take memory
+            for max_seqlen_k keys of each entry in 16 bits, or for the whole cache if that is less; keys beyond
+            max_seqlen_k may then be left out. `flash_attn.functional` makes codes.
         q_descale: the same for a q in float8, which is converted; None otherwise. out has then the dtype of the
             argument out, or bfloat16.
 
@@ -467,8 +469,7 @@ def flash_attn_varlen_func(
         and return_attn_probs is return_max_logit is False
         and (return_lse is True or return_lse is False)
         and (return_softmax_lse is True or return_softmax_lse is False)
-        and learnable_sink is attn_bias is key_ranges is seqused_q is qv is q_v is None
-        and q_descale is k_descale is v_descale is None
+        and learnable_sink is attn_bias is key_ranges is seqused_q is qv is q_v is q_descale is None
         and type(attention_chunk) is int
         and attention_chunk == 0
     ):
@@ -488,6 +489,8 @@ def flash_attn_varlen_func(
             num_splits,
             out,
             return_lse or return_softmax_lse,
+            k_descale,
+            v_descale,
         )
         if plain is not None:
             return plain
@@ -864,8 +867,7 @@ def flash_attn_with_kvcache(
         and type(softcap) is float
         and softcap == 0
         and (rotary_interleaved is True or rotary_interleaved is False)
-        and learnable_sink is attn_bias is key_ranges is qv is q_v is None
-        and q_descale is k_descale is v_descale is None
+        and learnable_sink is attn_bias is key_ranges is qv is q_v is q_descale is None
         and (return_softmax_lse is True or return_softmax_lse is False)
         and return_max_logit is False
         and type(attention_chunk) is int
@@ -890,6 +892,8 @@ def flash_attn_with_kvcache(
             max_seqlen_q,
             out,
             return_softmax_lse,
+            k_descale,
+            v_descale,
         )
         if plain is not None:
             return plain

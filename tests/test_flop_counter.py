@@ -192,7 +192,8 @@ def test_plain_forms():
     scores = (0.5, -1, -1)
     for op in (torch.ops.flash_attn.fwd_plain, torch.ops.flash_attn.fwd_plain_out):
         assert counted(op, q, k, v, *scores) == counted(formula, q, k, v)
-    assert counted(torch.ops.flash_attn.fwd_kvcache_plain_out, q, k, v, *scores, ints(2, 3)) == 4 * 5 * 5 * 4 * 8
+    arguments = q, k, v, None, None, *scores, ints(2, 3)
+    assert counted(torch.ops.flash_attn.fwd_kvcache_plain_out, *arguments) == 4 * 5 * 5 * 4 * 8
     out, lse = ops.fwd_plain(q, k, v, *scores)
     assert counted(torch.ops.flash_attn.bwd_plain, out, q, k, v, out, lse, *scores) == 5 * 2 * 2 * 4 * 5 * 7 * 8
 

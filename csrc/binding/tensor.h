@@ -174,6 +174,13 @@ TensorRef<Data> tensor_ref(Data* data, const Tensor& tensor) {
   return {data, stride(last - 3), stride(last - 2), stride(last - 1), sizes[last] == 1 ? 1 : strides[last]};
 }
 
+// The same for contiguous elements at an address.
+template <typename Data>
+TensorRef<Data> contiguous_ref(Data* data, int64_t batch, int64_t seqlen, int64_t heads, int64_t head_dim) {
+  const auto stride = [](int64_t size, int64_t elements) { return size == 1 ? 0 : elements; };
+  return {data, stride(batch, seqlen * heads * head_dim), stride(seqlen, heads * head_dim), stride(heads, head_dim), 1};
+}
+
 inline TensorRef<const void> ref(const Tensor& tensor) { return tensor_ref(tensor.const_data_ptr(), tensor); }
 inline TensorRef<> mutable_ref(const Tensor& tensor) { return tensor_ref(tensor.mutable_data_ptr(), tensor); }
 

@@ -345,11 +345,14 @@ def plain_varlen(
     num_splits: int,
     out: Tensor | None,
     wants_lse: bool,
+    k_descale: float | Tensor | None,
+    v_descale: float | Tensor | None,
     /,
 ) -> Any:
     """Returns out, or (out, softmax_lse), of packed queries without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
+    has_scales = not k_descale is v_descale is None
     if block_table is not None and seqused_k is not None:
         cu_seqlens_k = None
     elif cu_seqlens_k is None or not _is_plain_index(cu_seqlens_k, 1):
@@ -364,20 +367,24 @@ def plain_varlen(
         or not (block_table is None or _is_plain_index(block_table, 2))
         or not (_is_plain_bound(max_seqlen_q) and _is_plain_bound(max_seqlen_k))
         or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
-        or not _takes_result(out)
+        or not _is_constant(out)
+        or (has_scales and not (_is_plain_scale(k_descale) and _is_plain_scale(v_descale)))
     ):
         return None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k
     try:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            if out is not None or exact_gradients or invariance.level():
+            if out is not None or has_scales or exact_gradients or invariance.level():
                 return None
             out, lse = _apply_varlen(q, k, v, (scale, *window, *lengths, num_splits))
         else:
             if out is None:
                 out = _new_out(q, v)
             lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if wants_lse else None
-            _refusable(fwd_plain_into, q, k, v, out, lse, scale, *window, *lengths, num_splits)
+            if has_scales:
+                k_descale, v_descale = _scale_tensors(q, k_descale, v_descale)
+            arguments = k_descale, v_descale, scale, *window, *lengths, num_splits
+            _refusable(fwd_plain_into, q, k, v, out, lse, *arguments)
     except _Refused:
         return None
     return (out, lse) if wants_lse else out
@@ -402,11 +409,14 @@ def plain_decode(
     max_seqlen_q: Any,
     out: Tensor | None,
     wants_lse: bool,
+    k_descale: float | Tensor | None,
+    v_descale: float | Tensor | None,
     /,
 ) -> Any:
     """Returns out, or (out, softmax_lse), of `decode` without other arguments; None as in `plain_forward`."""
     if torch.compiler.is_compiling():
         return None
+    has_scales = not k_descale is v_descale is None
     scale = _scale_if_plain("fwd_kvcache", q, k_cache, v_cache, softmax_scale, 4 if cu_seqlens_q is None else 3, 4)
     window = _plain_window(window_size, is_causal)
     if cu_seqlens_q is None and type(max_seqlen_q) is int and max_seqlen_q >= 0:
@@ -422,6 +432,7 @@ def plain_decode(
         or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
         or not (_has_adjacent_channels(k_cache) and _has_adjacent_channels(v_cache))  # _check_cache refuses others
         or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
+        or (has_scales and not (_is_plain_scale(k_descale) and _is_plain_scale(v_descale)))
     ):
         return None
     appends = not (k is v is rotary_cos is rotary_sin is None)
@@ -435,11 +446,13 @@ def plain_decode(
         not (length is None or 0 <= length <= _capacity(k_cache, block_table) - (0 if k is None else k.shape[1]))
         or not _is_plain_bound(max_seqlen_q)
         or not (cu_seqlens_q is None or (rotary_cos is None and _is_plain_index(cu_seqlens_q, 1)))
-        or not _takes_result(out)
+        or not _is_constant(out)
     ):
         return None
+    if has_scales:
+        k_descale, v_descale = _scale_tensors(q, k_descale, v_descale)
     # The dispatcher takes time for each argument, so the last ones are left out where they have their defaults.
-    arguments = scale, *window, cache_seqlens, block_table
+    arguments = k_descale, v_descale, scale, *window, cache_seqlens, block_table
     if appends or not length is cu_seqlens_q is max_seqlen_q is None or num_splits != 0:
         new = k, v, rotary_cos, rotary_sin, rotary_interleaved, length
         arguments = *arguments, cu_seqlens_q, max_seqlen_q, num_splits, *new
@@ -529,11 +542,19 @@ def _plain_window(window_size, is_causal):
     return max(left, -1), 0 if is_causal else max(right, -1)
 
 
-def _takes_result(out):
-    """Whether `out`, where it is given, may be written to. Its shape, its device and its memory, kernels check."""
-    return out is None or (
-        type(out) is Tensor and not out.is_meta and not (out.requires_grad and torch.is_grad_enabled())
-    )
+def _is_constant(x):
+    """Whether `x`, an out or a scale, is None or a tensor without a gradient. The rest of it, kernels check."""
+    return x is None or (type(x) is Tensor and not x.is_meta and not (x.requires_grad and torch.is_grad_enabled()))
+
+
+def _is_plain_scale(x):
+    """Whether `x` is a scale of float8: a number, or a tensor or None, of which kernels check the rest."""
+    return 0 <= x < math.inf if type(x) is float else _is_constant(x)
+
+
+def _scale_tensors(q, *scales):
+    """Returns scales that have passed for plain as ops take them, on the device of q."""
+    return [torch.full((), x, device=q.device, dtype=torch.float32) if type(x) is float else x for x in scales]
 
 
 def _new_out(q, v):
@@ -1374,12 +1395,29 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
     return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options), invariant=invariance.level() > 0)
 
 
-def _fwd_into_reference(q, k, v, out, lse, *options):
-    with_features.write_into(_fwd_reference(q, k, v, *options), out, lse)
+def _fwd_into_reference(q, k, v, out, lse, k_descale, v_descale, *options):
+    options = Options(*options)
+    features = _only_descales(k_descale, v_descale, len(options.cu_seqlens_q) - 1, k)
+    results = reference.fwd_features(q, k, v, options, features, invariant=invariance.level() > 0)
+    with_features.write_into(results[:2], out, lse)
 
 
-def _fwd_kvcache_into_reference(q, k_cache, v_cache, out, lse, *options):
-    with_features.write_into(_fwd_kvcache_reference(q, k_cache, v_cache, *options), out, lse)
+def _fwd_kvcache_plain_reference(q, k_cache, v_cache, k_descale, v_descale, *options):
+    options = CacheOptions(*options)
+    batch = len(q) if options.cu_seqlens_q is None else len(options.cu_seqlens_q) - 1
+    features = _only_descales(k_descale, v_descale, batch, k_cache)
+    is_invariant = invariance.level() > 0
+    return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features, invariant=is_invariant)[:2]
+
+
+def _fwd_kvcache_into_reference(q, k_cache, v_cache, out, lse, *arguments):
+    with_features.write_into(_fwd_kvcache_plain_reference(q, k_cache, v_cache, *arguments), out, lse)
+
+
+def _only_descales(k_descale, v_descale, batch, k):
+    """The scales of a plain op, of any shapes that broadcast, as features."""
+    k_descale, v_descale = (None if x is None else x.expand(batch, k.shape[-2]) for x in (k_descale, v_descale))
+    return with_features.Features(k_descale=k_descale, v_descale=v_descale)
 
 
 def _fwd_composite(q, k, v, *options):
@@ -1496,14 +1534,17 @@ fwd_plain_out = _library.define(
     sharding=sharding.attention_fwd_plain_out,
 )
 
-# The plain form of packed queries writes to tensors of its caller, and softmax_lse only if it is given.
+# The plain form of packed queries writes to tensors of its caller, and softmax_lse only if it is given. Plain forms for
+# servers also take keys and values in float8, with scales of any shapes that broadcast to (batch, heads_k).
+_DESCALES = "Tensor? k_descale, Tensor? v_descale"
 _PLAIN_OF_LENGTHS = schema.arguments(Options, end=Options._fields.index("num_splits") + 1)
 fwd_plain_into = _library.define(
-    f"fwd_plain_into(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? softmax_lse, {_PLAIN_OF_LENGTHS}) -> ()",
+    "fwd_plain_into(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? softmax_lse, "
+    f"{_DESCALES}, {_PLAIN_OF_LENGTHS}) -> ()",
     reference=_fwd_into_reference,
     fake=lambda *_: None,
     writes=lambda args: _OUT,
-    flops=lambda *args: flops.attention_fwd(*args[:3], *args[5:]),
+    flops=lambda *args: flops.attention_fwd(*args[:3], *args[7:]),
 )
 
 # Computes the S_dmask of a call of fwd with the same arguments.
@@ -1550,21 +1591,21 @@ bwd_plain = _library.define(
 # The plain form of fwd_kvcache, which appends nothing and so writes to no argument.
 _PLAIN_OF_CACHE = schema.arguments(CacheOptions, end=CacheOptions._fields.index("block_table") + 1)
 fwd_kvcache_plain_out = _library.define(
-    f"fwd_kvcache_plain_out(Tensor q, Tensor k_cache, Tensor v_cache, {_PLAIN_OF_CACHE}) -> Tensor out",
-    reference=lambda *args: _fwd_kvcache_reference(*args)[0],
-    fake=lambda *args: _fwd_kvcache_fake(*args)[0],
-    flops=flops.attention_kvcache,
+    f"fwd_kvcache_plain_out(Tensor q, Tensor k_cache, Tensor v_cache, {_DESCALES}, {_PLAIN_OF_CACHE}) -> Tensor out",
+    reference=lambda *args: _fwd_kvcache_plain_reference(*args)[0],
+    fake=lambda *args: _fwd_kvcache_fake(*args[:3], *args[5:])[0],
+    flops=lambda *args: flops.attention_kvcache(*args[:3], *args[5:]),
 )
 
 # The plain form that may append, and writes to tensors of its caller like fwd_plain_into.
-_NEW_KEYS = 5 + CacheOptions._fields.index("k")  # their place among the arguments
+_NEW_KEYS = 7 + CacheOptions._fields.index("k")  # their place among the arguments
 _CACHES_AND_OUT = with_features.CACHES + _OUT
 _PLAIN_OF_APPENDING = schema.arguments(CacheOptions, end=CacheOptions._fields.index("cache_seqlen") + 1)
 fwd_kvcache_plain_into = _library.define(
     "fwd_kvcache_plain_into(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) out, "
-    f"Tensor(d!)? softmax_lse, {_PLAIN_OF_APPENDING}) -> ()",
+    f"Tensor(d!)? softmax_lse, {_DESCALES}, {_PLAIN_OF_APPENDING}) -> ()",
     reference=_fwd_kvcache_into_reference,
     fake=lambda *_: None,
     writes=lambda args: _CACHES_AND_OUT if len(args) > _NEW_KEYS and args[_NEW_KEYS] is not None else _OUT,
-    flops=lambda *args: flops.attention_kvcache(*args[:3], *args[5:]),
+    flops=lambda *args: flops.attention_kvcache(*args[:3], *args[7:]),
 )

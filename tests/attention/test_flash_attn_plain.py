@@ -1,6 +1,7 @@
 """Calls that take a short way to the kernels (`plain_forward`, `plain_varlen` and `plain_decode`)."""
 
 import contextlib
+import functools
 import inspect
 import unittest.mock
 
@@ -95,8 +96,8 @@ def test_strides_of_gradients_and_outputs(dtype, short, device):
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("lengths", [None, [40, 7]])
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_decode(rows, lengths, paged, dtype, short, device):
+@pytest.mark.parametrize(("rows", "float8"), [(1, False), (3, True), (40, False), (40, True)])
+def test_decode(rows, float8, lengths, paged, dtype, short, device):
     cache = (6, 16, 2, 48) if paged else (2, 48, 2, 48)
     q, *caches = tensors((2, rows, 4, 48), cache, cache, dtype=dtype, device=device)
     options = dict(causal=True)
@@ -104,9 +105,34 @@ def test_decode(rows, lengths, paged, dtype, short, device):
         options["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     if paged:
         options["block_table"] = torch.tensor([[0, 3, 5], [1, 4, 2]], dtype=torch.int32, device=device)
-    expected, _ = flash_attn_with_kvcache(q, *caches, **options, return_softmax_lse=True)
+    if float8:
+        caches = [x.to(torch.float8_e4m3fn) for x in caches]
+        options |= dict(k_descale=torch.tensor([0.3, 2.0], device=device), v_descale=0.7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "plain_decode", lambda *args: None)
+        expected, lse = flash_attn_with_kvcache(q, *caches, **options, return_softmax_lse=True)
     short()
     assert torch.equal(flash_attn_with_kvcache(q, *caches, **options), expected)
+    found = flash_attn_with_kvcache(q, *caches, **options, return_softmax_lse=True, out=torch.empty_like(q))
+    assert all(map(torch.equal, found, (expected, lse)))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_packed_queries_over_float8(paged, dtype, short, device):
+    q, *keys = tensors((40, 4, 48), *[(6, 16, 2, 48) if paged else (90, 2, 48)] * 2, dtype=dtype, device=device)
+    k, v = (x.to(torch.float8_e4m3fn) for x in keys)
+    ints = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    lengths = dict(cu_seqlens_q=ints([0, 39, 40]), cu_seqlens_k=ints([0, 48, 90]), max_seqlen_q=39, max_seqlen_k=48)
+    scales = dict(k_descale=ints([[1], [2]]).float(), v_descale=ints([3, 1]).float())
+    if paged:
+        lengths |= dict(block_table=ints([[0, 3, 5], [1, 4, 2]]), seqused_k=ints([40, 33]), cu_seqlens_k=None)
+    call = functools.partial(flash_attn_varlen_func, q, k, v, **lengths, **scales, causal=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "plain_varlen", lambda *args: None)
+        expected, lse = call(return_lse=True)
+    short()
+    assert torch.equal(call(), expected)
+    assert all(map(torch.equal, call(return_lse=True, out=torch.empty_like(q)), (expected, lse)))
 
 
 def test_keys_in_splits(dtype, short, device):
@@ -121,11 +147,11 @@ PLAIN = {  # function: the arguments that its short way takes, in the order in w
     flash_attn_func: "q k v softmax_scale causal window_size",
     flash_attn_varlen_func: (
         "q k v softmax_scale causal window_size cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k block_table "
-        "seqused_k num_splits out return_lse return_softmax_lse"
+        "seqused_k num_splits out return_lse return_softmax_lse k_descale v_descale"
     ),
     flash_attn_with_kvcache: (
         "q k_cache v_cache softmax_scale causal window_size cache_seqlens block_table k v rotary_cos rotary_sin "
-        "rotary_interleaved num_splits cu_seqlens_q max_seqlen_q out return_softmax_lse"
+        "rotary_interleaved num_splits cu_seqlens_q max_seqlen_q out return_softmax_lse k_descale v_descale"
     ),
 }
 PLAIN = {function: names.split() for function, names in PLAIN.items()}
@@ -198,6 +224,18 @@ def rotating(device):
     return call | dict(q=q, out=out, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=False)
 
 
+def in_float8(call, device):
+    """The same over keys and values in float8, with a scale for each head and one for all."""
+    names = ("k_cache", "v_cache") if "k_cache" in call else ("k", "v")
+    codes = {name: call[name].to(torch.float8_e4m3fn) for name in names}
+    return call | codes | dict(k_descale=torch.tensor([0.5, 3.0], device=device), v_descale=0.75)
+
+
+def calls_of(function, device):
+    calls = [good(function, device)] + ([rotating(device)] if function is flash_attn_with_kvcache else [])
+    return calls + [in_float8(call, device) for call in calls if function is not flash_attn_func]
+
+
 def taken(function, call):
     """Whether the call takes its short way."""
     return getattr(ops, SHORT[function])(*(call.get(name, DEFAULTS[function][name]) for name in order(function)))
@@ -215,8 +253,7 @@ DEFAULTS = {f: {name: p.default for name, p in inspect.signature(f).parameters.i
 
 @pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
 def test_all_that_a_short_way_takes(function, as_if_kernels, device):
-    calls = [good(function, device)] + ([rotating(device)] if function is flash_attn_with_kvcache else [])
-    for call in calls:
+    for call in calls_of(function, device):
         again = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
         found = taken(function, call)
         assert found is not None
@@ -303,7 +340,11 @@ def test_what_a_short_way_does_not_take(function, as_if_kernels, device):
                     if call[name] is not None:
                         assert taken(function, call | {name: change(call[name])}) is None, (name, i)
                         seen.add(name)
-    assert seen >= set(order(function)) - FLAGS - {"cu_seqlens_k"}
+    scales = {"k_descale", "v_descale"} & set(order(function))
+    for name in scales:
+        for strange in (leaf(torch.ones(2, device=device)), torch.ones(2, device="meta"), -1.0, float("nan"), 1, [1.0]):
+            assert taken(function, in_float8(calls[0], device) | {name: strange}) is None, (name, strange)
+    assert seen | scales >= set(order(function)) - FLAGS - {"cu_seqlens_k"}
     for name in {"q", "k", "v", "k_cache", "v_cache"} & call.keys() if "out" in call else ():
         assert taken(function, call | {name: leaf(call[name])}) is None, name
     if function is flash_attn_with_kvcache:
@@ -491,9 +532,14 @@ def test_opcheck(device):
     torch.library.opcheck(plain.fwd_plain.default, (q, k, v, *scores))
     torch.library.opcheck(plain.fwd_plain_out.default, (q, k, v, *scores))
     torch.library.opcheck(plain.bwd_plain.default, (out, q, k, v, out, lse, *scores))
-    torch.library.opcheck(plain.fwd_kvcache_plain_out.default, (q, k, v, *scores, lengths, None))
+    torch.library.opcheck(plain.fwd_kvcache_plain_out.default, (q, k, v, None, None, *scores, lengths, None))
+    codes = (x.to(torch.float8_e4m3fn) for x in (k, v))  # which the test of schemas cannot multiply
+    arguments = q, *codes, torch.ones(2, device=device), torch.ones((), device=device), *scores, lengths, None
+    torch.library.opcheck(plain.fwd_kvcache_plain_out.default, arguments, test_utils="test_faketensor")
     tokens, starts = [x.flatten(0, 1) for x in (q, k, v)], torch.tensor([0, 70, 140], dtype=torch.int32, device=device)
     more = starts, starts, 70, 70, None, None, 0
-    torch.library.opcheck(plain.fwd_plain_into.default, (*tokens, torch.empty_like(tokens[0]), None, *scores, *more))
+    out_of_tokens = torch.empty_like(tokens[0])
+    torch.library.opcheck(plain.fwd_plain_into.default, (*tokens, out_of_tokens, None, None, None, *scores, *more))
     more = lengths, None, None, None, 0, k[:, :2].clone(), v[:, :2].clone(), None, None, True, None
-    torch.library.opcheck(plain.fwd_kvcache_plain_into.default, (q, k, v, out.clone(), lse, *scores, *more))
+    arguments = q, k, v, out.clone(), lse, None, None, *scores, *more
+    torch.library.opcheck(plain.fwd_kvcache_plain_into.default, arguments)

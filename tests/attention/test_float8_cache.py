@@ -45,6 +45,7 @@ class Batch:
     dtype: torch.dtype = FP16
     form: str = "pages"
     page: int = 16
+    spare: int = 0  # columns of the block table that no entry uses, and as many pages
     varlen: bool = False  # by flash_attn_varlen_func, where keys are in pages
     packed: bool = False  # queries of flash_attn_with_kvcache
     leftpad: tuple = ()
@@ -67,6 +68,7 @@ class Batch:
             return torch.randn(*shape, generator=generator)
 
         q = draw(sum(self.rows), self.heads, self.head_dim).to(self.dtype)
+        q[q.abs() < 2**-12] = 0  # others stay normal numbers whatever the scale
         dims = self.head_dim, self.head_dim_v or self.head_dim
         keys = [[(draw(max(n, 0), self.heads_k, dim) * 2).to(FLOAT8) for n in self.keys] for dim in dims]
         given = dict(self.options)
@@ -89,7 +91,8 @@ class Batch:
         lengths = torch.tensor(self.keys, dtype=torch.int32)
         names = ("k", "v") if self.varlen else ("k_cache", "v_cache")
         others = dict(seqused_k=lengths) if self.varlen else dict(cache_seqlens=lengths)
-        size, width = (self.page, -(-max(self.keys) // self.page)) if self.form == "pages" else (max(self.keys) + 3, 1)
+        pages = -(-max(self.keys) // self.page) + self.spare
+        size, width = (self.page, pages) if self.form == "pages" else (max(self.keys) + 3, 1)
         table = torch.arange(count * width - 1, -1, -1).view(count, width) + 1
         pools = []
         for x in (k, v):
@@ -162,6 +165,14 @@ BATCHES = [
     Batch(rows=(5, 2, 9), keys=(300, 257, 9), varlen=True, page=8, level=2, options=dict(causal=True)),
     Batch(rows=(40, 1, 3), keys=(300, 400, 3), varlen=True, options=dict(causal=True, softcap=5.0, num_splits=3)),
     Batch(rows=(12, 12, 12), keys=(900, 9, 1500), head_dim=64, options=dict(causal=True)),
+    Batch(
+        rows=(125, 1, 3),
+        keys=(300, 100, 3),
+        varlen=True,
+        spare=20,
+        head_dim=64,
+        options=dict(causal=True, max_seqlen_k=300),
+    ),
 ]
 
 

@@ -71,15 +71,24 @@ flash_attn::Descale descale_of(const OptionalTensor& x, const FwdParams& p, cons
   STD_TORCH_CHECK(p.coded, name, " must be None unless k and v have dtype float8_e4m3fn");
   check_device(*x, q, name);
   check_dtype(*x, ScalarType::Float, name);
-  check_shape(*x, {p.problem.batch, p.problem.heads_k}, name);
-  return {.data = pointer<float>(x), .batch = x->stride(0), .heads = x->stride(1)};
+  const auto sizes = x->sizes(), strides = x->strides();
+  const int64_t wanted[] = {p.problem.batch, p.problem.heads_k};
+  int64_t steps[] = {0, 0};
+  bool fits = sizes.size() <= 2;
+  for (size_t dim = 0; fits && dim < sizes.size(); ++dim) {
+    const size_t place = 2 - sizes.size() + dim;
+    fits = sizes[dim] == 1 || sizes[dim] == wanted[place];
+    if (sizes[dim] != 1) steps[place] = strides[dim];
+  }
+  STD_TORCH_CHECK(fits, name, " must broadcast to (batch, heads_k), found shape ", shape_string(sizes));
+  return {.data = pointer<float>(x), .batch = steps[0], .heads = steps[1]};
 }
 
 }  // namespace
 
-void set_descales(FwdParams& p, const Features& features, const Tensor& q) {
-  p.problem.k_descale = descale_of(features.k_descale, p, q, "k_descale");
-  p.problem.v_descale = descale_of(features.v_descale, p, q, "v_descale");
+void set_descales(FwdParams& p, const Descales& descales, const Tensor& q) {
+  p.problem.k_descale = descale_of(descales.k_descale, p, q, "k_descale");
+  p.problem.v_descale = descale_of(descales.v_descale, p, q, "v_descale");
 }
 
 void set_features(Problem& p, OptionalTensor& sink, OptionalTensor& bias, Features& features, bool paged,

@@ -12,7 +12,7 @@ namespace flash::binding::attention {
 void set_features(flash_attn::Problem& p, OptionalTensor& sink, OptionalTensor& bias, Features& features, bool paged,
                   const Tensor& q);
 
-// Sets what the codes of a call are multiplied by.
-void set_descales(flash_attn::FwdParams& p, const Features& features, const Tensor& q);
+// Sets what the codes of a call are multiplied by: scales of any shapes that broadcast to (batch, heads_k).
+void set_descales(flash_attn::FwdParams& p, const Descales& descales, const Tensor& q);
 
 }  // namespace flash::binding::attention

@@ -37,10 +37,11 @@ Tensor fwd_plain_out(const Tensor& q, const Tensor& k, const Tensor& v, Options&
 
 // The plain op that writes to tensors of its caller: the schema ends after num_splits.
 void fwd_plain_into(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, OptionalTensor& softmax_lse,
-                    Options& options) {
+                    Descales& descales, Options& options) {
   check_apart(out, {&q, &k, &v});
   const DeviceGuard guard(q.get_device_index());
-  FwdCall call = fwd_call(q, k, v, options);
+  FwdCall call = fwd_call(q, k, v, options, /*takes_codes=*/true);
+  set_descales(call.p, descales, q);
   write_to(call, q, out, softmax_lse);
   plan_and_launch(call, q);
 }
@@ -52,7 +53,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_features(const Tensor& q, const T
   const DeviceGuard guard(q.get_device_index());
   FwdCall call = fwd_call(q, k, v, options, /*takes_codes=*/true);
   set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
-  set_descales(call.p, features, q);
+  set_descales(call.p, features.descales, q);
   const Tensor row_max = new_row_max(call, q, features.row_max), lse_lo = new_lse_lo(call, q, bias);
   const Tensor softmax_lse = new_lse(call, q), out = new_out(call, q);
   plan_and_launch(call, q, bias);
@@ -65,7 +66,7 @@ void fwd_features_into(const Tensor& q, const Tensor& k, const Tensor& v, const 
   const DeviceGuard guard(q.get_device_index());
   FwdCall call = fwd_call(q, k, v, options, /*takes_codes=*/true);
   set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
-  set_descales(call.p, features, q);
+  set_descales(call.p, features.descales, q);
   write_to(call, q, out, softmax_lse, row_max);
   plan_and_launch(call, q, bias);
 }

@@ -77,55 +77,69 @@ std::pair<const char*, const char*> memory_of(const Tensor& x) {
     if (sizes[dim] == 0) return {data, data};
     elements += (sizes[dim] - 1) * strides[dim];
   }
-  return {data, data + elements * size_of(dtype_of(x, "an input"))};
+  return {data, data + elements * (is_coded(x) ? 1 : size_of(dtype_of(x, "an input")))};
 }
 
-// What a call reads in place of codes and of queries in bf16: it must live until the launch.
-struct Widened {
-  OptionalTensor k, v, q, table;
-};
-
-// Adds new tensors for keys and values. The memory that they take is twice that of the cache or, if that is less, that
-// of all positions that the entries have room for, however many they use: a captured graph may be replayed with other
-// lengths. The call then reads them.
-void widen_keys(FwdParams& p, flash_attn::WidenParams& all, Widened& x, const Tensor& q) {
+// Places for keys and values in fp16: as many as the cache has or, if that is less, as entries of the greatest length
+// need (WidenParams::by_entry). How long each of them is does not matter: a captured graph may be replayed with other
+// lengths. An entry then has no room for more keys: a caller's bound that does not hold hides some.
+flash_attn::KeyExtent extent_of_wide_keys(FwdParams& p, int64_t longest_k, bool& by_entry) {
   flash_attn::Problem& problem = p.problem;
-  const auto [entries, rows] = extent_of_keys(p);
+  const flash_attn::KeyExtent all = extent_of_keys(p);
   const bool paged = has_pages(p), packed = !paged && problem.cu_seqlens_k != nullptr;
-  const int64_t room = std::max<int64_t>(128, round_up(problem.capacity_k, 128));  // TMA copies whole tiles of one page
-  all.by_entry = !packed && (!paged || problem.batch * room < entries * rows);
-  const auto add = [&](int64_t channels) {
-    const int64_t new_entries = all.by_entry ? problem.batch : entries, new_rows = all.by_entry ? room : rows;
-    return new_tensor({new_entries, new_rows, problem.heads_k, channels}, aoti_torch_dtype_float16(), q);
-  };
-  x.k = add(problem.head_dim), x.v = add(problem.head_dim_v);
-  all.k = mutable_ref(*x.k), all.v = mutable_ref(*x.v);
-  p.k = ref(*x.k), p.v = ref(*x.v), p.coded = false;
-  if (!all.by_entry) return;
-  problem.batch_index = nullptr;
-  if (!paged) return;
-  x.table = new_tensor({problem.batch, 1}, aoti_torch_dtype_int32(), q);
-  all.table = static_cast<int*>(x.table->mutable_data_ptr());
-  p.pages = {.block_table = all.table,
-             .batch_stride = 1,
-             .page_size = Divisor(static_cast<int>(room)),
-             .count = problem.batch};
+  const int64_t longest = std::min<int64_t>(problem.capacity_k, std::max<int64_t>(longest_k, 1));
+  const int64_t room = std::max<int64_t>(128, round_up(longest, 128));  // TMA copies whole tiles of one page
+  by_entry = !packed && (!paged || problem.batch * room < all.entries * all.rows);
+  if (!by_entry) return all;
+  problem.capacity_k = static_cast<int>(longest);
+  return {problem.batch, room};
 }
 
-// Has what a call with codes reads converted to fp16, as far as its kernel does not do so itself.
-Widened widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q) {
+TensorRef<const void> as_input(const TensorRef<>& x) { return {x.data, x.batch, x.seqlen, x.heads, x.head_dim}; }
+
+// Has a call with codes read fp16 in place of codes and of queries in bf16, as far as its kernel does not convert them
+// itself. Returns the memory for it, which must live until the launch. It is allocated at once, since that takes time.
+OptionalTensor widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q) {
   FwdParams& p = call.p;
-  flash_attn::WidenParams all{
-      .fwd = p, .longest_q = static_cast<int>(call.longest_q), .longest_k = static_cast<int>(call.longest_k)};
-  Widened x;
-  if (!reads_codes(p, hints)) widen_keys(p, all, x, q);
-  if (p.out_dtype != p.problem.dtype && !reads_queries(p, hints)) {
-    x.q = new_tensor_of(q.sizes(), aoti_torch_dtype_float16(), q);
-    all.q = mutable_ref(*x.q);
-    p.q = ref(*x.q);
+  flash_attn::Problem& problem = p.problem;
+  const auto [codes_are_read, queries_are_read] = read_by_kernel(p, hints);
+  const bool widens_q = p.out_dtype != problem.dtype && !queries_are_read;
+  if (codes_are_read && !widens_q) return std::nullopt;
+  bool by_entry = false;
+  const auto [entries, rows] =
+      codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, call.longest_k, by_entry);
+  flash_attn::WidenParams all{.fwd = p,
+                              .by_entry = by_entry,
+                              .longest_q = static_cast<int>(call.longest_q),
+                              .longest_k = static_cast<int>(call.longest_k)};
+  const int64_t vectors = entries * rows * problem.heads_k;
+  const auto aligned = [](int64_t elements) { return round_up(elements, 8); };  // so that each tensor begins aligned
+  const int64_t k_at = aligned(widens_q ? q.numel() : 0), v_at = k_at + aligned(vectors * problem.head_dim);
+  const int64_t table_at = v_at + aligned(vectors * problem.head_dim_v), ints = by_entry ? problem.batch : 0;
+
+  OptionalTensor memory = new_tensor({table_at + 2 * ints}, aoti_torch_dtype_float16(), q);
+  auto* data = static_cast<uint16_t*>(memory->mutable_data_ptr());
+  if (widens_q) {
+    all.q = contiguous_ref<void>(data, call.q.batch, call.q.seqlen, problem.heads, problem.head_dim);
+    p.q = as_input(all.q);
   }
-  if (x.k || x.q) flash_attn::widen(all, current_stream(q));
-  return x;
+  const auto keys_at = [&](int64_t place, int64_t channels) {
+    return contiguous_ref<void>(vectors > 0 ? data + place : nullptr, entries, rows, problem.heads_k, channels);
+  };
+  if (!codes_are_read) {
+    all.k = keys_at(k_at, problem.head_dim), all.v = keys_at(v_at, problem.head_dim_v);
+    p.k = as_input(all.k), p.v = as_input(all.v), p.coded = false;
+  }
+  if (by_entry) problem.batch_index = nullptr;
+  if (by_entry && has_pages(p)) {
+    all.table = reinterpret_cast<int*>(data + table_at);
+    p.pages = {.block_table = all.table,
+               .batch_stride = 1,
+               .page_size = Divisor(static_cast<int>(rows)),
+               .count = problem.batch};
+  }
+  flash_attn::widen(all, current_stream(q));
+  return memory;
 }
 
 Tensor no_values(const Tensor& q) { return new_tensor({0}, aoti_torch_dtype_float32(), q); }
@@ -240,7 +254,7 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   p.aligned = all_aligned(p);
   const flash_attn::FwdHints hints = hints_of(call, q.get_device_index());
   p.one_instance = hints.invariance == 2;
-  std::optional<Widened> widened;
+  OptionalTensor widened;
   if (p.coded) {
     if (append != nullptr) p.q = append_apart(*std::exchange(append, nullptr), q);
     p.aligned = all_aligned(p);

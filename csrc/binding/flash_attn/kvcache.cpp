@@ -96,9 +96,11 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
 }
 
 // The plain op: the schema ends after block_table, so that nothing is appended.
-Tensor fwd_kvcache_plain_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, CacheOptions& options) {
+Tensor fwd_kvcache_plain_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Descales& descales,
+                             CacheOptions& options) {
   const DeviceGuard guard(q.get_device_index());
-  FwdCall call = kvcache_call(q, k_cache, v_cache, options);
+  FwdCall call = kvcache_call(q, k_cache, v_cache, options, /*takes_codes=*/true);
+  set_descales(call.p, descales, q);
   const Tensor out = new_out(call, q);
   plan_and_launch(call, q);
   return out;
@@ -106,11 +108,12 @@ Tensor fwd_kvcache_plain_out(const Tensor& q, const Tensor& k_cache, const Tenso
 
 // The plain op that writes to tensors of its caller, and may append: the schema ends after cache_seqlen.
 void fwd_kvcache_plain_into(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& out,
-                            OptionalTensor& softmax_lse, CacheOptions& options) {
+                            OptionalTensor& softmax_lse, Descales& descales, CacheOptions& options) {
   check_apart(out, {&q, &k_cache, &v_cache});
   if (options.k && options.v) check_apart(out, {&*options.k, &*options.v});
   const DeviceGuard guard(q.get_device_index());
-  FwdCall call = kvcache_call(q, k_cache, v_cache, options);
+  FwdCall call = kvcache_call(q, k_cache, v_cache, options, /*takes_codes=*/true);
+  set_descales(call.p, descales, q);
   write_to(call, q, out, softmax_lse);
   append_and_launch(call, q, k_cache, v_cache, options);
 }
@@ -124,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q,
   const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
   FwdCall call = kvcache_call(q, k_cache, v_cache, options, features);
   set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
-  set_descales(call.p, features, q);
+  set_descales(call.p, features.descales, q);
   const Tensor softmax_lse = new_lse(call, q), row_max = new_row_max(call, q, features.row_max);
   const Tensor lse_lo = new_lse_lo(call, q, bias), out = new_out(call, q);
   append_and_launch(call, q, k_cache, v_cache, options, bias, queries_advance);
@@ -138,7 +141,7 @@ void fwd_kvcache_features_into(const Tensor& q, const Tensor& k_cache, const Ten
   const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
   FwdCall call = kvcache_call(q, k_cache, v_cache, options, features);
   set_features(call.p.problem, sink, bias, features, /*paged=*/options.block_table.has_value(), q);
-  set_descales(call.p, features, q);
+  set_descales(call.p, features.descales, q);
   write_to(call, q, out, softmax_lse, row_max);
   append_and_launch(call, q, k_cache, v_cache, options, bias, queries_advance);
 }

@@ -96,6 +96,17 @@ inline void parse(Arguments& from, CacheOptions& options) {
   from.read(options.cache_leftpad);
 }
 
+// The scales of keys and values that are codes.
+struct Descales {
+  OptionalTensor k_descale;
+  OptionalTensor v_descale;
+};
+
+inline void parse(Arguments& from, Descales& descales) {
+  from.read(descales.k_descale);
+  from.read(descales.v_descale);
+}
+
 // Likewise the further arguments of fwd_features and fwd_kvcache_features, except the sink and the bias, which come
 // before the options.
 struct Features {
@@ -104,8 +115,7 @@ struct Features {
   OptionalTensor causal;
   OptionalTensor seqused_q;
   bool row_max;
-  OptionalTensor k_descale;
-  OptionalTensor v_descale;
+  Descales descales;
 };
 
 inline void parse(Arguments& from, Features& features) {
@@ -114,8 +124,7 @@ inline void parse(Arguments& from, Features& features) {
   from.read(features.causal);
   from.read(features.seqused_q);
   from.read(features.row_max);
-  from.read(features.k_descale);
-  from.read(features.v_descale);
+  parse(from, features.descales);
 }
 
 }  // namespace flash::binding::attention
