@@ -34,7 +34,7 @@ from flash_attn._ops import checks, invariance
 from flash_attn._ops.flash_attn_features import BIAS_DTYPES, FLOAT8, SINK_DTYPES
 from flash_attn.context_parallel import Plan, cp_attn_func
 from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn.integrations._float8_cache import float8_cache, refuse_gradients, scales_of
+from flash_attn.integrations._float8_cache import codes_of, float8_cache, refuse_gradients, scales_of
 
 __all__ = ["Mask", "attention", "float8_cache", "mask", "register"]
 
@@ -161,6 +161,7 @@ def attention(
     if head_mask is not None:
         what = 'heads are not masked here, use "eager"'
         raise ArgumentError(f"head_mask must be None, found a {type(head_mask).__name__}: {what}")
+    key, value = codes_of(key), codes_of(value)
     _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks)
     if cp_plan is not None:
         if is_causal is None:
