@@ -145,6 +145,12 @@ def attention(
             biases, sinks of rows and models with chunks; or a wrong shape or value. Wrong types raise TypeError.
         NotImplementedError: a mask, or packed sequences beside a bias, sinks or a `float8_cache`, with which the level
             of batch invariance in force cannot be kept; a `float8_cache` where gradients are computed.
+
+    Example:
+        >>> from flash_attn.integrations.transformers import attention
+        >>> q, k, v = torch.randn(1, 8, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+        >>> attention(torch.nn.Module(), q, k, v, None)[0].shape  # causal
+        torch.Size([1, 5, 8, 16])
     """
     if output_attentions:
         raise ArgumentError(
@@ -477,6 +483,14 @@ def mask(
     Raises:
         ValueError: the model computes attention in code of its own, which would misread the mask.
         NotImplementedError: the cache has dropped keys, and the level of batch invariance is 2.
+
+    Example:
+        >>> from flash_attn.integrations.transformers import mask
+        >>> seen = mask(1, 3, 3, attention_mask=torch.tensor([[False, True, True]]))
+        >>> seen[0, 0].int()  # causal, and the first token is padding
+        tensor([[0, 0, 0],
+                [0, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
     """
     if isinstance(attention_mask, Mask):
         return attention_mask

@@ -31,7 +31,14 @@ from flash_attn.losses import _linear_head
 
 
 class LogProbs(NamedTuple):
-    """The results of `linear_log_probs`, each of the shape of the labels, in float32, with a gradient."""
+    """The results of `linear_log_probs`, each of the shape of the labels, in float32, with a gradient.
+
+    Example:
+        >>> from flash_attn.losses.linear_log_probs import linear_log_probs
+        >>> results = linear_log_probs(torch.randn(5, 64), torch.randn(1000, 64), torch.randint(1000, (5,)))
+        >>> results.log_probs.shape, results.entropy.shape, results.lse.shape
+        (torch.Size([5]), torch.Size([5]), torch.Size([5]))
+    """
 
     log_probs: Tensor
     entropy: Tensor
