@@ -430,6 +430,12 @@ def _of_size(name):
     Arguments:
         pretrained: must be False; `VisionTransformer.from_pretrained` loads weights.
         kwargs: more arguments of `VisionTransformer`, which replace these sizes.
+
+    Example:
+        >>> from flash_attn.models.vit import {name}
+        >>> with torch.device("meta"):  # shapes alone
+        ...     {name}()(torch.randn(8, 3, 224, 224)).shape
+        torch.Size([8, 1000])
     """
     return create
 
