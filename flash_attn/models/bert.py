@@ -82,6 +82,13 @@ def create_mixer_cls(
         config: a BertConfig.
         cross_attn: queries have a projection of their own.
         return_residual: the attention returns (output, input).
+
+    Example:
+        >>> from flash_attn.models.bert import create_mixer_cls
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(hidden_size=64, num_attention_heads=4)
+        >>> create_mixer_cls(config)(64)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     rotary = {}
     if option(config, "position_embedding_type") == "rotary":
@@ -114,6 +121,13 @@ def create_mlp_cls(
         config: a BertConfig.
         layer_idx: the number of the layer, which selects from config.mlp_checkpoint_lvl if that is a sequence.
         return_residual: the MLP returns (output, input).
+
+    Example:
+        >>> from flash_attn.models.bert import create_mlp_cls
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(hidden_size=64, num_attention_heads=4)
+        >>> create_mlp_cls(config)(64)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     options: dict[str, Any] = dict(hidden_features=config.intermediate_size, return_residual=return_residual)
     if not option(config, "fused_mlp"):

@@ -148,6 +148,12 @@ def create_mixer_cls(
         layer_idx: the number of the layer, which names its cache.
         process_group: the processes that its heads are divided over, or None.
         device, dtype: of its parameters.
+
+    Example:
+        >>> from flash_attn.models.gpt import create_mixer_cls
+        >>> from transformers import GPT2Config
+        >>> create_mixer_cls(GPT2Config(n_embd=64, n_head=4), layer_idx=0)(64)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     s = settings(config)
     scale = 1.0
@@ -227,6 +233,12 @@ def create_mlp_cls(
         layer_idx: the number of the layer, which selects from config.mlp_checkpoint_lvl if that is a list.
         process_group: the processes that the MLP is divided over, or None.
         device, dtype: of its parameters.
+
+    Example:
+        >>> from flash_attn.models.gpt import create_mlp_cls
+        >>> from transformers import GPT2Config
+        >>> create_mlp_cls(GPT2Config(n_embd=64, n_head=4), layer_idx=0)(64)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     s = settings(config)
     hidden_features = s.inner if s.gated else s.n_inner

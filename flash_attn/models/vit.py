@@ -63,6 +63,11 @@ def create_mixer_cls(
         attn_drop: probability that a weight of attention is dropped, in training.
         use_flash_attn, fused_bias_fc: take the attention and the linear layers of this package.
         cross_attn: queries have a projection of their own.
+
+    Example:
+        >>> from flash_attn.models.vit import create_mixer_cls
+        >>> create_mixer_cls(4, True, 0.0, use_flash_attn=True, fused_bias_fc=True)(64)(torch.randn(2, 17, 64)).shape
+        torch.Size([2, 17, 64])
     """
     return functools.partial(
         MHA,
@@ -82,6 +87,11 @@ def create_mlp_cls(
 
     act_layer: called without arguments, gives the activation. With fused_mlp it must give an nn.GELU, which is then
     computed in its tanh form, or an nn.ReLU; others raise ValueError.
+
+    Example:
+        >>> from flash_attn.models.vit import create_mlp_cls
+        >>> create_mlp_cls(64, 4.0, torch.nn.GELU, fused_mlp=True)(64)(torch.randn(2, 17, 64)).shape
+        torch.Size([2, 17, 64])
     """
     activation = act_layer()
     hidden_features = int(embed_dim * mlp_ratio)
@@ -137,6 +147,12 @@ def init_weights_vit_timm(module: nn.Module, name: str = "") -> None:
     """Draw the weights of a linear layer from a truncated normal distribution (0.02), and set its bias to zero.
 
     module: the layer; others are left alone. name: not used.
+
+    Example:
+        >>> from flash_attn.models.vit import init_weights_vit_timm
+        >>> layer = torch.nn.Linear(64, 64).apply(init_weights_vit_timm)
+        >>> layer.bias.any()
+        tensor(False)
     """
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)

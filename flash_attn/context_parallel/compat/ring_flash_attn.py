@@ -184,6 +184,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     Raises:
         ValueError: world_size does not divide the length.
+
+    Example:
+        >>> from flash_attn.context_parallel.compat.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
+        >>> llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 5, 8], dtype=torch.int32), True, rank=1, world_size=2)
+        (tensor([0, 1, 4], dtype=torch.int32), tensor([0, 5, 8], dtype=torch.int32), 3, 5, slice(0, 8, None))
     """
     starts = [0, *torch.tensor(_lengths(cu_seqlens)).cumsum(0).tolist()]
     fits = starts[-1] % world_size == 0
@@ -236,6 +241,18 @@ def llama3_flash_attn_varlen_func(
             causal.
         return_attn_probs: return (out, softmax_lse, None).
         group: a ProcessGroup; None: the default one.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel.compat import ring_flash_attn
+        >>> cu_seqlens = torch.tensor([0, 40, 64], dtype=torch.int32)
+        >>> *bounds, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 1)
+        >>> q, k, v = torch.randn(3, 64, 4, 16)
+        >>> ring_flash_attn.llama3_flash_attn_varlen_func(
+        ...     q, k, v, *bounds, heads_k_stride=1, local_k_slice=keys, causal=True, group=dist.group.WORLD).shape
+        torch.Size([64, 4, 16])
+        >>> dist.destroy_process_group()
     """
     if dropout_p or alibi_slopes is not None:
         raise ArgumentError("dropout_p and alibi_slopes must be left out where keys are gathered, found one of them")
