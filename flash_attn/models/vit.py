@@ -449,8 +449,8 @@ def _of_size(name):
 
     Example:
         >>> from flash_attn.models.vit import {name}
-        >>> with torch.device("meta"):  # shapes alone
-        ...     {name}()(torch.randn(8, 3, 224, 224)).shape
+        >>> with torch.device("meta"):  # shapes alone, of a model with one block
+        ...     {name}(depth=1)(torch.randn(8, 3, 224, 224)).shape
         torch.Size([8, 1000])
     """
     return create
