@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import autograd, checks, log_probs, xentropy
+from flash_attn._ops import autograd, checks, log_probs
 from flash_attn.losses import _linear_head
 
 
@@ -103,7 +103,6 @@ def linear_log_probs(
         process_group=process_group,
         sequence_parallel=sequence_parallel,
     )
-    xentropy.check_classes(flat, head.classes, head.ignore_index)
     scale = log_probs.inverse_of(temperature, labels)
     flat = torch.where(kept, flat, -1)
     rule, head = _Rule(head.softcap), head._replace(softcap=0.0)
