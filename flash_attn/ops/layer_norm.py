@@ -28,7 +28,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     >>> layer_norm(torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64), 1e-5).shape
     torch.Size([2, 5, 64])
     """
-    return layer_norm_ops.forward(x, None, weight, bias, epsilon, 0.0, names=("x", "weight", "bias"))[0]
+    return layer_norm_ops.forward(x, None, weight, bias, epsilon, 0.0, names=("x", "weight", "bias", "epsilon"))[0]
 
 
 def dropout_add_layer_norm(
@@ -305,7 +305,7 @@ class DropoutAddLayerNormParallelResidualFn:
             residual_in_fp32=residual_in_fp32,
             is_rms_norm=is_rms_norm,
             return_mask=return_dmask,
-            names=("x0", "weight0", "bias0"),
+            names=("x0", "weight0", "bias0", "epsilon"),
         )
         masks = [_mask(mask, x0) for mask in (mask0, mask1)] if return_dmask else []
         return (out0, out1, *([h] if prenorm else []), *masks)

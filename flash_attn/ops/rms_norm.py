@@ -28,7 +28,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64), 1e-5).shape
     torch.Size([2, 5, 64])
     """
-    return layer_norm.forward(x, None, weight, None, epsilon, 0.0, is_rms_norm=True, names=("x", "weight", "bias"))[0]
+    return layer_norm.forward(
+        x, None, weight, None, epsilon, 0.0, is_rms_norm=True, names=("x", "weight", "bias", "epsilon")
+    )[0]
 
 
 def dropout_add_rms_norm(

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from flash_attn._ops import checks, fusing, layer_norm
 
-_NAMES = "x", "weight", "bias"
+_NAMES = "x", "weight", "bias", "eps"
 
 
 @overload
