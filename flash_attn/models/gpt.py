@@ -40,7 +40,7 @@ from flash_attn.models._checkpoints import decoder as checkpoints
 from flash_attn.models._checkpoints.arguments import refuse_float64
 from flash_attn.models._checkpoints.tensor_parallel import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models._checkpoints.tied_weights import TiedWeights
-from flash_attn.models._config import is_gpt2_config, settings
+from flash_attn.models._config import is_gpt2_config, settings, warn_of_unknown
 from flash_attn.models._gpt2 import (
     inv_remap_state_dict_hf_gpt2,
     inv_remap_state_dict_megatron,
@@ -543,6 +543,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config)
+        warn_of_unknown(config)
         s = settings(config)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         needs = ("use_flash_attn", "fused_dropout_add_ln", "rms_norm", "qk_norm")
@@ -1126,7 +1127,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         )
         if inference_params is not None and hidden.dim() != 3:
             raise ValueError("config.sequence_parallel must be False with inference_params, found True")
-        if num_last_tokens > 0:
+        if checks.count("num_last_tokens", num_last_tokens) > 0:
             hidden = hidden[:, -num_last_tokens:]
         with layers_in_force():
             hidden = self._before_head(hidden)

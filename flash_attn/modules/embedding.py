@@ -133,7 +133,7 @@ class BertEmbeddings(nn.Module):
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(tokens, dtype=torch.int64)
             _check_of_tokens("token_type_ids", token_type_ids, tokens)
-            embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+            embeddings = embeddings + _rows_of(self.token_type_embeddings, "token_type_ids", token_type_ids)
         return embeddings
 
 
