@@ -293,7 +293,16 @@ def _vocabulary_of(params, tokenizer):
 
 
 def config_from_hf_checkpoint(checkpoint_path: str | os.PathLike, model_name: str) -> Any:
-    """transformers' LlamaConfig in <checkpoint_path>/<model_name>-hf/config.json."""
+    """transformers' LlamaConfig in <checkpoint_path>/<model_name>-hf/config.json.
+
+    Example:
+        >>> import tempfile, transformers
+        >>> from flash_attn.models.llama import config_from_hf_checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> transformers.LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(f"{folder}/small-hf")
+        >>> config_from_hf_checkpoint(folder, "small").hidden_size
+        64
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig.from_pretrained(pathlib.Path(checkpoint_path, f"{model_name}-hf") / "config.json")
@@ -304,8 +313,16 @@ def config_from_checkpoint(checkpoint_path: str | os.PathLike, model_name: str, 
 
     Arguments:
         checkpoint_path: the folder that holds the folders of checkpoints.
-        model_name: the folder of this one.
+        model_name: the folder of this one, without the "-hf" that it ends in for "hf".
         checkpoint_format: "meta" or "hf", that of transformers.
+
+    Example:
+        >>> import tempfile, transformers
+        >>> from flash_attn.models.llama import config_from_checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> transformers.LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(f"{folder}/small-hf")
+        >>> config_from_checkpoint(folder, "small", checkpoint_format="hf").hidden_size
+        64
     """
     formats = {"meta": config_from_meta_checkpoint, "hf": config_from_hf_checkpoint}
     if checkpoint_format not in formats:

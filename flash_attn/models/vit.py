@@ -126,6 +126,14 @@ def create_block(
 
     With last_layer_subset, block n_layer - 1 projects queries apart, so that it can be asked for some tokens only. The
     other arguments are those of `VisionTransformer`, and drop_path1 and drop_path2 those of `Block`.
+
+    Example:
+        >>> from flash_attn.models.vit import create_block
+        >>> rates, parts = dict.fromkeys(["drop_rate", "attn_drop_rate", "drop_path1", "drop_path2"], 0.0), torch.nn
+        >>> fused = dict.fromkeys(["use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dropout_add_ln"], False)
+        >>> block = create_block(64, 4, 4.0, True, **rates, norm_layer=parts.LayerNorm, act_layer=parts.GELU, **fused)
+        >>> block(torch.randn(2, 17, 64))[0].shape
+        torch.Size([2, 17, 64])
     """
     cross_attn = last_layer_subset and n_layer is not None and layer_idx == n_layer - 1
     return Block(
