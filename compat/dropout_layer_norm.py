@@ -47,7 +47,7 @@ def dropout_add_ln_fwd(
         out_rows=z_numrows,
         residual_in_fp32=residual_in_fp32,
         is_rms_norm=is_rms_norm,
-        names=("x0", "gamma", "beta_"),
+        names=("x0", "gamma", "beta_", "epsilon"),
     )
     return [z, x, dmask, mu, rsigma]
 
@@ -80,7 +80,7 @@ def dropout_add_ln_parallel_residual_fwd(
         bias1=beta1_,
         residual_in_fp32=residual_in_fp32,
         is_rms_norm=is_rms_norm,
-        names=("x0", "gamma0", "beta0_"),
+        names=("x0", "gamma0", "beta0_", "epsilon"),
     )
 
 

@@ -10,19 +10,20 @@ What is here; `help(flash_attn.flash_attn_func)` has the formula, the shapes and
 
     flash_attn_func             dense batches; windows, GQA, ALiBi, softcap, dropout, sinks, biases, ranges of keys
     flash_attn_varlen_func      packed sequences of different lengths, and queries over pages, as servers have them
-    flash_attn_with_kvcache     decoding: rotates, appends to a cache in place, attends
+    flash_attn_with_kvcache     decoding: rotates, appends to a cache in place, attends; caches in 16 bits or float8
     flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func    the same with k and v, or q, k and v in one tensor
     set_batch_invariant, batch_invariant, get_batch_invariant    the same bits in training and serving
 
 And in modules:
 
-    flash_attn.masks, .bert_padding, .functional    key ranges; padding; statistics, and merging of results
+    flash_attn.masks, .bert_padding, .functional    key ranges; padding; statistics, merging of results, float8
     flash_attn.layers.rotary, .ops, .losses         rotary embedding; norms, linear layers, MLPs; cross entropies
     flash_attn.modules, .models                     multi-head attention, blocks; GPT and families like it, BERT, ViT
     flash_attn.utils.generation                     sampling, speculative decoding, pages
     flash_attn.context_parallel, .parallel          one sequence over several GPUs; meshes
-    flash_attn.integrations, .precision             transformers, diffusers, PyTorch; exact gradients
+    flash_attn.integrations, .precision             transformers (and its float8_cache), diffusers, PyTorch; exact
+                                                    gradients
 
 CUDA kernels run where the kernel library was built; everywhere else the same functions run in plain PyTorch.
 `python -m flash_attn` tells which, and checks a few results.

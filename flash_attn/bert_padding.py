@@ -69,6 +69,13 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
     """Returns `(input[indices], input)`: the gathered rows, and all rows for the residual branch.
 
     The gradients of the two add up in `input`. Arguments as in `index_first_axis`.
+
+    Example:
+        >>> from flash_attn.bert_padding import index_first_axis_residual
+        >>> rows, everything = index_first_axis_residual(torch.arange(8).view(4, 2), torch.tensor([0, 3]))
+        >>> rows
+        tensor([[0, 1],
+                [6, 7]])
     """
     return index_first_axis(input, indices), input
 

@@ -845,7 +845,8 @@ def flash_attn_with_kvcache(
         qv, q_v: must be None: queries of the values are not supported. Concatenate them to q, and v to k.
         k_descale, v_descale: for caches in torch.float8_e4m3fn beside q, k and v of 16 bits, what their codes are
             multiplied by, as in `flash_attn_varlen_func`. Keys and values that are appended, rotated and in 16 bits,
-            are divided by them, and rounded to the nearest code, or to the largest, 448, if they are beyond it.
+            are divided by them, and rounded to the nearest code, or to the largest, 448, if they are beyond it. So no
+            scale may be 0 then; one on a GPU is not read to check it, and makes largest codes that stand for 0.
         q_descale: the same for a q in float8, which is converted; None otherwise, and where keys are appended. out has
             then the dtype of the argument out, that of k, or bfloat16.
 

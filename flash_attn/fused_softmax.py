@@ -86,6 +86,12 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         scale: a number, or None for 1.
 
     Raises ValueError if both types are named, for a scale without softmax_in_fp32, and for an unknown mask type.
+
+    Example:
+        >>> from flash_attn.fused_softmax import AttnMaskType, FusedScaleMaskSoftmax
+        >>> softmax = FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, True, None, True, scale=0.125)
+        >>> softmax(torch.randn(2, 4, 32, 32).bfloat16(), None).shape
+        torch.Size([2, 4, 32, 32])
     """
 
     def __init__(

@@ -39,5 +39,11 @@ def use_exact_gradients(mode: bool = True) -> None:
 
 
 def uses_exact_gradients() -> bool:
-    """Whether the backward of attention uses the output as it was before rounding: see `use_exact_gradients`."""
+    """Whether the backward of attention uses the output as it was before rounding: see `use_exact_gradients`.
+
+    Example:
+        >>> from flash_attn.precision import uses_exact_gradients
+        >>> uses_exact_gradients()
+        False
+    """
     return flash_attn.exact_gradients

@@ -1,5 +1,7 @@
 """README and the pages of docs/: their examples run as written, their tables say what the sources say."""
 
+import ast
+import builtins
 import importlib
 import pathlib
 import re
@@ -46,6 +48,19 @@ def test_examples(page, tmp_path, monkeypatch):
         exec(compile(example, str(page), "exec"), names)
     if "accelerator" in names:
         names["accelerator"].state._reset_state(reset_partial_state=True)  # which would hold for later tests
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```py" in page.read_text()], ids=lambda page: page.stem)
+def test_examples_define_what_they_name(page):
+    """Also in blocks marked as py, which do not run here."""
+    known = {*dir(builtins), "__name__"}
+    for block in re.findall(r"^```py(?:thon)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        nodes = list(ast.walk(ast.parse(block)))
+        known |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        known |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
+        known |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler))}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        assert {node.id for node in nodes if isinstance(node, ast.Name)} <= known, block
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())

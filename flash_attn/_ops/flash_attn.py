@@ -37,7 +37,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
 TABLE_DTYPES = (*DTYPES, torch.float64)  # of rotary_cos and rotary_sin
 FLOAT8 = with_features.FLOAT8
-_ALL_FLOAT8 = (FLOAT8, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_OTHER_BYTES = (torch.uint8, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # no codes of e4m3
+_BYTES = (FLOAT8, *_OTHER_BYTES)
 MAX_HEAD_DIM = with_features.KERNEL_HEAD_DIM
 MAX_SPLITS = 128
 MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequence are likely swapped
@@ -250,6 +251,8 @@ def decode(
         if given is not None and given.q_descale is not None:  # which is in the scale of keys by now
             raise ArgumentError("q_descale must be None where k is appended, found one: convert q to the dtype of k")
         _check_appended(q, k_cache, v_cache, k, v, batch, capacity, options)
+        if given is not None:
+            with_features.check_divisors(given)
         options["k"], options["v"] = k, v
     if rotary_cos is not None or rotary_sin is not None:
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
@@ -950,17 +953,22 @@ def _check_dtypes(names, q, k, v, takes_float8):
 
     Returns whether k and v are float8.
     """
-    if getattr(k, "dtype", None) not in _ALL_FLOAT8 and getattr(v, "dtype", None) not in _ALL_FLOAT8:
+    if getattr(k, "dtype", None) not in _BYTES and getattr(v, "dtype", None) not in _BYTES:
         checks.alike(names, (q, k, v), dtypes=DTYPES)
         return False
     if not takes_float8:
-        name, x = (names[1], k) if getattr(k, "dtype", None) in _ALL_FLOAT8 else (names[2], v)
+        name, x = (names[1], k) if getattr(k, "dtype", None) in _BYTES else (names[2], v)
         raise ArgumentTypeError(
             f"{name} must have dtype {' or '.join(map(str, DTYPES))} here, found {x.dtype}: flash_attn_varlen_func and "
             f"flash_attn_with_kvcache take keys and values of {FLOAT8}"
         )
     checks.tensor(names[0], q, dtypes=KERNEL_DTYPES)
     for name, x in zip(names[1:], (k, v), strict=True):
+        if getattr(x, "dtype", None) in _OTHER_BYTES:
+            raise ArgumentTypeError(
+                f"{name} must have dtype {FLOAT8}, found {x.dtype}: where its bytes are codes of that format, give "
+                f"{name}.view({FLOAT8}); flash_attn.functional.to_float8 makes codes of numbers"
+            )
         checks.tensor(name, x, dtypes=(FLOAT8,), device=q.device)
     return True
 

@@ -208,6 +208,16 @@ def _descale(name, descale, shape, device):
     return descale
 
 
+def check_divisors(given: FeatureArguments) -> None:
+    """Check that no scale by which appended keys and values are divided is known to be 0."""
+    for name in ("k_descale", "v_descale"):
+        descale = getattr(given, name)
+        if isinstance(descale, Tensor) and _library.can_be_read_at_once(descale) and descale.numel() > 0:
+            descale = descale.min().item()
+        if descale is not None and not isinstance(descale, Tensor):
+            checks.number(name, descale, descale > 0, "above 0 where k and v are appended, which it divides")
+
+
 def refuse_gradients_of_float8(k: Tensor) -> None:
     """Raise for keys in float8 where a derivative is wanted."""
     if k.dtype is FLOAT8:

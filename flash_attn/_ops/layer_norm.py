@@ -59,13 +59,13 @@ def forward(
     zero_centered_weight=False,
     out_dtype=None,
     return_mask=False,
-    names=("x0", "weight", "bias"),
+    names=("x0", "weight", "bias", "epsilon"),
 ):
     """Check the arguments and normalise. Returns (out, out1, h, mask0, mask1, mean, rstd), None for absent results.
 
     h is returned with prenorm. It has the dtype of residual; without a residual it is float32 with residual_in_fp32,
     else it has the dtype of x0. It is x0 itself if nothing changes x0. The masks are returned if they are asked for and
-    dropout_p is not 0. names: what the caller calls x0, weight and bias.
+    dropout_p is not 0. names: what the caller calls x0, weight, bias and eps.
     """
     checks.flags(
         prenorm=prenorm,
@@ -74,10 +74,10 @@ def forward(
         zero_centered_weight=zero_centered_weight,
         return_dropout_mask=return_mask,
     )
-    eps, dropout_p, rowscale_const = _check_numbers(eps, dropout_p, rowscale_const)
+    eps, dropout_p, rowscale_const = _check_numbers(eps, dropout_p, rowscale_const, names[3])
     out_rows = checks.whole("out_numrows", out_rows)
     _check_branches(names[0], x0, x1, residual, rowscale, x0_subset, out_subset, out_rows)
-    parameters = dict(zip(names[1:], (weight, bias))) | {"weight1": weight1, "bias1": bias1, "layerscale": colscale}
+    parameters = {names[1]: weight, names[2]: bias} | {"weight1": weight1, "bias1": bias1, "layerscale": colscale}
     _check_parameters(x0, parameters)
     x0, x1, residual, weight, bias, weight1, bias1, colscale = _aligned(
         names[0], x0, x1, residual, weight, bias, weight1, bias1, colscale
@@ -157,7 +157,7 @@ def backward(
     have the dtype of dout, dresidual of h, dcolscale of colscale, dweight and dbias of weight, the others of weight1.
     """
     checks.flags(has_x1=has_x1, has_residual=has_residual, is_rms_norm=is_rms_norm)
-    _, dropout_p, rowscale_const = _check_numbers(0.0, dropout_p, rowscale_const)
+    _, dropout_p, rowscale_const = _check_numbers(0.0, dropout_p, rowscale_const, "epsilon")
     checks.tensor(names["dout"], dout, dtypes=DTYPES, shape=(None, None))
     checks.tensor(names["h"], h, dtypes=DTYPES, shape=(None, dout.shape[1]), device=dout.device)
     if x0_subset is not None:
@@ -230,7 +230,7 @@ def normalize_linear(
 ):
     """A linear layer of the norm of x + residual, in the dtype of autocast or else of x. Returns (out, h)."""
     checks.flags(prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm)
-    eps, _, _ = _check_numbers(eps, 0.0, 1.0)
+    eps, _, _ = _check_numbers(eps, 0.0, 1.0, "eps")
     _check_branches("x", x, None, residual, None, None, None, 0)
     _check_parameters(x, {"norm_weight": norm_weight, "norm_bias": norm_bias})
     checks.tensor("linear_weight", linear_weight, dtypes=DTYPES, shape=(None, x.shape[-1]), device=x.device)
@@ -277,10 +277,10 @@ def _needs_gradient(inputs):
 # Argument checks
 
 
-def _check_numbers(eps, dropout_p, rowscale_const):
-    """Check three numbers and return them as floats."""
-    eps, dropout_p = checks.as_float("epsilon", eps), checks.as_float("dropout_p", dropout_p)
-    checks.number("epsilon", eps, eps >= 0, "at least 0")
+def _check_numbers(eps, dropout_p, rowscale_const, name):
+    """Check three numbers and return them as floats. name: what the caller calls eps."""
+    eps, dropout_p = checks.as_float(name, eps), checks.as_float("dropout_p", dropout_p)
+    checks.number(name, eps, eps >= 0, "at least 0")
     checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
     return eps, dropout_p, checks.as_float("rowscale_const", rowscale_const)
 

@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     flops = 3.5 * _estimate.attention_flops(model, args.seqlen)[0] * model.layers
     share = flops / (flops + 6 * model.parameters * args.seqlen)
     print(f"\nStep: {seconds:.1f} s, {args.seqlen / seconds:,.0f} tokens/s; attention has {share:.0%} of the FLOP")
-    ranked = _estimate.layouts(model, machine, args.seqlen, args.gpus, args.batch or args.seqlen * args.gpus, options)
-    print(_advice(ranked, best, args))
+    batch = args.batch or args.seqlen * args.gpus
+    print(_advice(_estimate.layouts(model, machine, args.seqlen, args.gpus, batch, options), best, batch))
 
 
 def _lever(model, args, cp, options, total):
@@ -72,13 +72,14 @@ def _lever(model, args, cp, options, total):
     return f"{name} would save most, {saved[name]:.1f}"
 
 
-def _advice(ranked, best, args):
+def _advice(ranked, best, batch):
     if not ranked:
         return "\nNo division of these GPUs fits: offload, take more chunks, or more GPUs."
     rate, dp, cp, tp = ranked[0]
     margin = f", {rate / ranked[1][0] - 1:.0%} above the next" if len(ranked) > 1 else ""
     method = f", attention by {best.method}" if cp > 1 else ""
-    return f"\nRecommended: dp {dp}, cp {cp}, tp {tp}{method}: {rate:,.0f} tokens/s{margin} (estimate)"
+    division = f"dp {dp}, cp {cp}, tp {tp}{method}"
+    return f"\nRecommended for steps of {batch:,} tokens: {division}: {rate:,.0f} tokens/s{margin} (estimate)"
 
 
 def _named(kind, args):

@@ -173,6 +173,16 @@ def cp_attn_kvpacked_func(
     """`cp_attn_func` with keys and values in one tensor, kv (batch, tokens, 2, heads_k, head_dim).
 
     The other arguments, results and errors are those of `cp_attn_func`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel import Plan, cp_attn_kvpacked_func
+        >>> plan = Plan([5, 3], dist.group.WORLD)
+        >>> q, kv = torch.randn(1, plan.tokens, 4, 16), torch.randn(1, plan.tokens, 2, 2, 16)
+        >>> cp_attn_kvpacked_func(q, kv, causal=True, plan=plan).shape
+        torch.Size([1, 8, 4, 16])
+        >>> dist.destroy_process_group()
     """
     checks.tensor("kv", kv)
     checks.packed(
@@ -217,6 +227,15 @@ def cp_attn_qkvpacked_func(
     """`cp_attn_func` with queries, keys and values in one tensor, qkv (batch, tokens, 3, heads, head_dim).
 
     The other arguments, results and errors are those of `cp_attn_func`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel import Plan, cp_attn_qkvpacked_func
+        >>> plan = Plan([5, 3], dist.group.WORLD)
+        >>> cp_attn_qkvpacked_func(torch.randn(1, plan.tokens, 3, 4, 16), causal=True, plan=plan).shape
+        torch.Size([1, 8, 4, 16])
+        >>> dist.destroy_process_group()
     """
     checks.tensor("qkv", qkv)
     checks.packed(
@@ -282,6 +301,15 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Raises:
         ValueError, TypeError: what `flash_attn.functional.combine` raises, and for lists of different lengths.
+
+    Example:
+        >>> from flash_attn import flash_attn_func
+        >>> from flash_attn.context_parallel import merge_attention
+        >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
+        >>> parts = [flash_attn_func(q, k[:, rows], v[:, rows], return_lse=True) for rows in (slice(0, 3), slice(3, 8))]
+        >>> out, lse = merge_attention(*zip(*parts))
+        >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-6)
+        True
     """
     checks.number("the number of lses", len(lses), len(lses) == len(outs) > 0, "that of outs, {}", len(outs))
     return combine(torch.stack(list(outs)), torch.stack(list(lses)))

@@ -24,6 +24,14 @@ def seq_to_heads(x: Tensor, group: Any) -> Tensor:
 
     Raises:
         ValueError: the number of ranks does not divide heads.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel import seq_to_heads
+        >>> seq_to_heads(torch.randn(2, 128, 8, 64), dist.group.WORLD).shape  # on 4 ranks (2, 512, 2, 64)
+        torch.Size([2, 128, 8, 64])
+        >>> dist.destroy_process_group()
     """
     group = group_of(group)
     world_size = dist.get_world_size(group)
@@ -46,6 +54,15 @@ def heads_to_seq(x: Tensor, group: Any) -> Tensor:
 
     Raises:
         ValueError: the number of ranks does not divide tokens.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel import heads_to_seq, seq_to_heads
+        >>> x = torch.randn(2, 128, 8, 64)
+        >>> torch.equal(heads_to_seq(seq_to_heads(x, dist.group.WORLD), dist.group.WORLD), x)
+        True
+        >>> dist.destroy_process_group()
     """
     group = group_of(group)
     world_size = dist.get_world_size(group)

@@ -1,10 +1,12 @@
 """A cache of transformers that holds keys and values in float8, for the attention function of transformers.py.
 
-What a layer of the cache returns goes through the code of a model to the attention function as it is. So the scales
-travel as an attribute of the keys and of the values, and where a model hands on other tensors, their absence tells.
+What a layer of the cache returns goes through the code of a model to the attention function as it is: `Codes`, which
+refuse all else that a model might do with them. The scales travel as an attribute of the keys and of the values. Some
+models take these from the layer itself, and where one hands on other tensors, the absence of the attribute tells.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,11 +38,12 @@ def float8_cache(margin: float = 2.0) -> Any:
 
     Returns:
         A `transformers.Cache`, for the argument past_key_values of `generate` and of models, or cache as newer versions
-        call it. Crop it, or reorder, repeat and select its sequences, as any other.
+        call it. Crop, copy and pickle it, or reorder, repeat and select its sequences, as any other.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.
-        ValueError: margin is not at least 1; later, for keys that are not in 16 bits.
+        ValueError: margin is not at least 1; later, for keys that are not in 16 bits, and for models that do not hand
+            keys and values to `attention`.
         NotImplementedError: later, where gradients are computed.
 
     Example:
@@ -58,7 +61,7 @@ def float8_cache(margin: float = 2.0) -> Any:
         from transformers.cache_utils import Cache
     except ImportError as error:
         raise ImportError("flash_attn.integrations.transformers needs transformers 5 or newer: install it") from error
-    return Cache(layer_class_to_replicate=_layer_class(margin))
+    return Cache(layer_class_to_replicate=functools.partial(_layer_class(), margin))
 
 
 def refuse_gradients(*tensors: Tensor) -> None:
@@ -68,6 +71,47 @@ def refuse_gradients(*tensors: Tensor) -> None:
             "past_key_values must not be a float8_cache where gradients are computed: it has none. Call the model "
             "under torch.no_grad(), or with another cache"
         )
+
+
+class Codes(Tensor):
+    """Keys or values in float8 on their way to attention, which takes `codes` instead.
+
+    They may be asked for what they are, as Dynamo does. What would compute with them is refused: it would see numbers
+    without their scale, in a dtype that few functions take.
+    """
+
+    codes: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, descale: Tensor) -> "Codes":
+        """Codes that have this scale; `codes` gets it as an attribute."""
+        setattr(codes, _ATTRIBUTE, descale)
+        self = codes.as_subclass(cls)
+        self.codes = codes
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        cause = None
+        try:
+            found = super().__torch_function__(func, types, args, kwargs)
+            if func.__name__ == "__get__" or not isinstance(found, Tensor):
+                return found
+        except (RuntimeError, TypeError) as error:
+            cause = error
+        raise ArgumentError(
+            "past_key_values must not be a float8_cache unless keys and values go as they are to "
+            "flash_attn.integrations.transformers.attention, found a call of "
+            f"{torch.overrides.resolve_name(func) or func.__name__}: load the model with attn_implementation="
+            "register(), or use another cache where a model computes with cached keys itself, as those of MLA do"
+        ) from cause
+
+
+def codes_of(x: Tensor) -> Tensor:
+    """The tensor in what a `float8_cache` hands to a model; other tensors as they are."""
+    return getattr(x, "codes", x)
 
 
 def scales_of(key: Tensor, value: Tensor) -> dict[str, Any]:
@@ -85,17 +129,41 @@ def scales_of(key: Tensor, value: Tensor) -> dict[str, Any]:
     return scales
 
 
+def __getattr__(name: str) -> Any:
+    if name == "Float8Layer":
+        return _layer_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 @functools.cache
-def _layer_class(margin: float) -> type:
+def _layer_class() -> type:
+    """The class of layers: made where transformers is at hand, once, and found as an attribute of this module."""
     from transformers.cache_utils import DynamicLayer
 
     class Float8Layer(DynamicLayer):
         """Keys and values (batch, heads_k, seqlen, head_dim) in float8, and their scales (batch, heads_k)."""
 
+        __qualname__ = "Float8Layer"  # by which pickle finds it
         keys: Any
         values: Any
         is_initialized: bool
-        descales: tuple[Tensor, ...]
+        descales: list[Tensor]
+
+        def __init__(self, margin: float) -> None:
+            super().__init__()
+            self.margin = margin
+
+        def __getstate__(self) -> dict[str, Any]:
+            """The state, with codes as bytes, since pickle of PyTorch 2.13 refuses float8."""
+            state = self.__dict__.copy()
+            if self.is_initialized:
+                state.update(keys=self.keys.view(torch.uint8), values=self.values.view(torch.uint8))
+            return state
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+            if self.is_initialized:
+                self._hold(self.keys.view(FLOAT8), self.values.view(FLOAT8))
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             new = key_states, value_states
@@ -107,17 +175,19 @@ def _layer_class(margin: float) -> type:
             refuse_gradients(*new)
             if not self.is_initialized:
                 self.dtype, self.device = key_states.dtype, key_states.device
-                self.descales = tuple(_descale(x) * margin for x in new)
+                self.descales = [_descale(x) * self.margin for x in new]
             else:
                 self._make_room(new)
             codes = [_encoded(x, scale) for x, scale in zip(new, self.descales, strict=True)]
             if self.is_initialized:
                 codes = [torch.cat(x, dim=-2) for x in zip((self.keys, self.values), codes, strict=True)]
-            self.keys, self.values = codes
             self.is_initialized = True
-            for x, scale in zip(codes, self.descales, strict=True):
-                setattr(x, _ATTRIBUTE, scale)
-            return self.keys, self.values
+            return self._hold(*codes)
+
+        def _hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            """Hold these codes; return them as they go to attention."""
+            self.keys, self.values = keys, values
+            return Codes.of(keys, self.descales[0]), Codes.of(values, self.descales[1])
 
         def _make_room(self, new: tuple[Tensor, ...]) -> None:
             """Make scales larger that `new` needs larger, and encode with them what is held."""
@@ -126,11 +196,11 @@ def _layer_class(margin: float) -> type:
                 needed = x.abs().masked_fill(~x.isfinite(), 0).amax((2, 3)).float() / LARGEST_FLOAT8
                 grows = needed > scales[i]
                 if grows.any():
-                    before, scales[i] = scales[i], torch.where(grows, needed * margin, scales[i])
+                    before, scales[i] = scales[i], torch.where(grows, needed * self.margin, scales[i])
                     anew = _encoded(held[i].float() * before[..., None, None], scales[i])
                     anew, kept = anew.view(torch.uint8), held[i].view(torch.uint8)
                     held[i] = torch.where(grows[..., None, None], anew, kept).view(FLOAT8)  # others keep their bits
-            (self.keys, self.values), self.descales = held, tuple(scales)
+            (self.keys, self.values), self.descales = held, scales
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             self.batch_select_indices(beam_idx)
@@ -141,8 +211,9 @@ def _layer_class(margin: float) -> type:
 
         def batch_select_indices(self, indices: Tensor) -> None:
             if self.is_initialized:
-                self.keys, self.values = (x[indices.to(x.device)] for x in (self.keys, self.values))
-                self.descales = tuple(x[indices.to(x.device)] for x in self.descales)
+                held = (x[indices.to(x.device)] for x in (self.keys, self.values, *self.descales))
+                keys, values, *self.descales = held
+                self._hold(keys, values)
 
     return Float8Layer
 

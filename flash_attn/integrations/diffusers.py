@@ -91,6 +91,13 @@ def attention(
 
     Returns:
         out, (batch, seqlen_q, heads, head_dim of value), or (out, lse). Rows that see no key are 0.
+
+    Example:
+        >>> from flash_attn.integrations.diffusers import attention
+        >>> q, k, v = torch.randn(3, 2, 5, 4, 16)
+        >>> padding = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+        >>> attention(q, k, v, attn_mask=padding).shape
+        torch.Size([2, 5, 4, 16])
     """
     if _parallel_config is not None:
         raise ArgumentError(

@@ -34,7 +34,7 @@ from flash_attn._ops import checks, invariance
 from flash_attn._ops.flash_attn_features import BIAS_DTYPES, FLOAT8, SINK_DTYPES
 from flash_attn.context_parallel import Plan, cp_attn_func
 from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn.integrations._float8_cache import float8_cache, refuse_gradients, scales_of
+from flash_attn.integrations._float8_cache import codes_of, float8_cache, refuse_gradients, scales_of
 
 __all__ = ["Mask", "attention", "float8_cache", "mask", "register"]
 
@@ -145,6 +145,12 @@ def attention(
             biases, sinks of rows and models with chunks; or a wrong shape or value. Wrong types raise TypeError.
         NotImplementedError: a mask, or packed sequences beside a bias, sinks or a `float8_cache`, with which the level
             of batch invariance in force cannot be kept; a `float8_cache` where gradients are computed.
+
+    Example:
+        >>> from flash_attn.integrations.transformers import attention
+        >>> q, k, v = torch.randn(1, 8, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+        >>> attention(torch.nn.Module(), q, k, v, None)[0].shape  # causal
+        torch.Size([1, 5, 8, 16])
     """
     if output_attentions:
         raise ArgumentError(
@@ -161,6 +167,7 @@ def attention(
     if head_mask is not None:
         what = 'heads are not masked here, use "eager"'
         raise ArgumentError(f"head_mask must be None, found a {type(head_mask).__name__}: {what}")
+    key, value = codes_of(key), codes_of(value)
     _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks)
     if cp_plan is not None:
         if is_causal is None:
@@ -476,6 +483,14 @@ def mask(
     Raises:
         ValueError: the model computes attention in code of its own, which would misread the mask.
         NotImplementedError: the cache has dropped keys, and the level of batch invariance is 2.
+
+    Example:
+        >>> from flash_attn.integrations.transformers import mask
+        >>> seen = mask(1, 3, 3, attention_mask=torch.tensor([[False, True, True]]))
+        >>> seen[0, 0].int()  # causal, and the first token is padding
+        tensor([[0, 0, 0],
+                [0, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
     """
     if isinstance(attention_mask, Mask):
         return attention_mask

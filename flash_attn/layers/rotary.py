@@ -32,6 +32,11 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     """Turn every pair by 90 degrees, (a, b) -> (-b, a), in the last dimension of x.
 
     interleaved: pairs are neighbours (2t, 2t + 1), else the two halves (t, t + size / 2).
+
+    Example:
+        >>> from flash_attn.layers.rotary import rotate_half
+        >>> rotate_half(torch.tensor([1, 2, 3, 4])), rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True)
+        (tensor([-3, -4,  1,  2]), tensor([-2,  1, -4,  3]))
     """
     if not interleaved:
         a, b = x.chunk(2, dim=-1)
@@ -48,6 +53,13 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
         cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2), one row for each token.
         interleaved: rotate pairs (2t, 2t + 1) if true, else (t, t + rotary_dim / 2).
     Returns a new tensor like x. Raises ValueError if rotary_dim exceeds head_dim.
+
+    Example:
+        >>> from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_torch
+        >>> x, angles = torch.randn(2, 10, 4, 32), torch.outer(torch.arange(10.0), 10000 ** -torch.linspace(0, 1, 16))
+        >>> expected = apply_rotary_emb_torch(x, angles.cos(), angles.sin())
+        >>> torch.allclose(apply_rotary_emb(x, angles.cos(), angles.sin()), expected, atol=1e-6)
+        True
     """
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:

@@ -74,6 +74,7 @@ def prepare(
     ignore_index = checks.whole("ignore_index", ignore_index)
     head = Head(dtype, classes, rank * len(weight), ignore_index, softcap, rows, group, not sequence_parallel)
     labels = labels.flatten()
+    xentropy.check_classes(labels, classes, ignore_index)
     return (hidden.flatten(0, -2), weight, bias), labels, xentropy.is_kept(labels, ignore_index, classes), head
 
 

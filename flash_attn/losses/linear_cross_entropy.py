@@ -53,7 +53,9 @@ def linear_cross_entropy(
     Arguments:
         hidden: (..., features), float32, float16 or bfloat16. Under autocast the product is in its dtype.
         weight: (vocab, features) and bias (vocab,) or None, of the dtype of hidden unless autocast casts them.
-        labels: int32 or int64, the shape of hidden without its features.
+        labels: int32 or int64, the shape of hidden without its features. A label that is neither a class nor
+            ignore_index is an error on the CPU; on a GPU, where reading it would wait for the device, and in a compiled
+            graph, it does not count.
         num_classes: how many rows of the weight are classes; the others, at its end, are padding. All if None.
         ignore_index, label_smoothing, logit_scale, lse_square_scale: as in `CrossEntropyLoss`.
         reduction: "mean" over the labels that count (NaN if there is none, with gradients of 0), "sum", or "none" for
@@ -228,7 +230,9 @@ def cross_entropy_of_logits(
     if num_classes is not None:
         num_classes = checks.whole("num_classes", num_classes)
         checks.number("num_classes", num_classes, 0 < num_classes <= limit, "from 1 to {}, the logits", limit)
-    kept = xentropy.is_kept(labels.flatten(), ignore_index, limit if num_classes is None else num_classes)
+    classes = limit if num_classes is None else num_classes
+    xentropy.check_classes(labels, classes, checks.whole("ignore_index", ignore_index))
+    kept = xentropy.is_kept(labels.flatten(), ignore_index, classes)
     token_weights = _check_token_weights(token_weights, labels, kept)
     softcap = _linear_head.check_softcap(softcap)
     logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits

@@ -26,12 +26,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import autograd, checks, log_probs, xentropy
+from flash_attn._ops import autograd, checks, log_probs
 from flash_attn.losses import _linear_head
 
 
 class LogProbs(NamedTuple):
-    """The results of `linear_log_probs`, each of the shape of the labels, in float32, with a gradient."""
+    """The results of `linear_log_probs`, each of the shape of the labels, in float32, with a gradient.
+
+    Example:
+        >>> from flash_attn.losses.linear_log_probs import linear_log_probs
+        >>> results = linear_log_probs(torch.randn(5, 64), torch.randn(1000, 64), torch.randint(1000, (5,)))
+        >>> results.log_probs.shape, results.entropy.shape, results.lse.shape
+        (torch.Size([5]), torch.Size([5]), torch.Size([5]))
+    """
 
     log_probs: Tensor
     entropy: Tensor
@@ -96,7 +103,6 @@ def linear_log_probs(
         process_group=process_group,
         sequence_parallel=sequence_parallel,
     )
-    xentropy.check_classes(flat, head.classes, head.ignore_index)
     scale = log_probs.inverse_of(temperature, labels)
     flat = torch.where(kept, flat, -1)
     rule, head = _Rule(head.softcap), head._replace(softcap=0.0)

@@ -280,10 +280,10 @@ def round_up(n: int, multiple_of: int) -> int:
     return (n + multiple_of - 1) // multiple_of * multiple_of
 
 
-def known_gpt2_config(config: Any) -> Any:
-    """A GPT2Config as it is, with a warning of fields that are not known."""
-    warn_of_unread(config, {*FIELDS, *_ALIASES.values(), "rotary_emb_dim"})
-    return config
+def warn_of_unknown(config: Any) -> None:
+    """Warn of fields of a GPT2Config that are not known, such as misspelt ones."""
+    of_rope = {"rope_parameters"} if getattr(config, "rope_scaling", None) else set()  # made of it by transformers 5
+    warn_of_unread(config, {*FIELDS, *_ALIASES.values(), "rotary_emb_dim"} | of_rope)
 
 
 def is_gpt2_config(config: Any) -> bool:

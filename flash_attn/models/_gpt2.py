@@ -89,12 +89,29 @@ def remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config: Any) -> dict
     """Our state dict from that of transformers' GPT2LMHeadModel or GPT2Model, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models.gpt import GPTLMHeadModel, remap_state_dict_hf_gpt2
+        >>> import transformers
+        >>> config = transformers.GPT2Config(vocab_size=100, n_embd=64, n_layer=1, n_head=4)
+        >>> theirs = dict(transformers.GPT2LMHeadModel(config).state_dict())
+        >>> GPTLMHeadModel(config).load_state_dict(remap_state_dict_hf_gpt2(theirs, config))
+        <All keys matched successfully>
     """
     return GPT2_KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' GPT2LMHeadModel from ours."""
+    """The state dict of transformers' GPT2LMHeadModel from ours.
+
+    Example:
+        >>> from flash_attn.models.gpt import GPTLMHeadModel, inv_remap_state_dict_hf_gpt2
+        >>> import transformers
+        >>> config = transformers.GPT2Config(vocab_size=100, n_embd=64, n_layer=1, n_head=4)
+        >>> state_dict = inv_remap_state_dict_hf_gpt2(GPTLMHeadModel(config).state_dict(), config)
+        >>> transformers.GPT2LMHeadModel(config).load_state_dict(state_dict, strict=False).unexpected_keys
+        []
+    """
     return GPT2_KEYS.invert(state_dict, config)
 
 

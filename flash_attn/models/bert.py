@@ -82,6 +82,13 @@ def create_mixer_cls(
         config: a BertConfig.
         cross_attn: queries have a projection of their own.
         return_residual: the attention returns (output, input).
+
+    Example:
+        >>> from flash_attn.models.bert import create_mixer_cls
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(hidden_size=64, num_attention_heads=4)
+        >>> create_mixer_cls(config)(64)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     rotary = {}
     if option(config, "position_embedding_type") == "rotary":
@@ -114,6 +121,13 @@ def create_mlp_cls(
         config: a BertConfig.
         layer_idx: the number of the layer, which selects from config.mlp_checkpoint_lvl if that is a sequence.
         return_residual: the MLP returns (output, input).
+
+    Example:
+        >>> from flash_attn.models.bert import create_mlp_cls
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(hidden_size=64, num_attention_heads=4)
+        >>> create_mlp_cls(config)(64)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     options: dict[str, Any] = dict(hidden_features=config.intermediate_size, return_residual=return_residual)
     if not option(config, "fused_mlp"):
@@ -130,6 +144,13 @@ def create_block(config: Config, layer_idx: int | None = None) -> Block:
     """The layer number layer_idx. With config.last_layer_subset, the last one projects queries apart.
 
     config: a BertConfig.
+
+    Example:
+        >>> from flash_attn.models.bert import create_block
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> create_block(config)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     subset = option(config, "last_layer_subset") and layer_idx == config.num_hidden_layers - 1
     # A mixer or an MLP that also returns its input adds the gradient of the residual within its own backward product.
@@ -173,7 +194,15 @@ def _init_weights(module: nn.Module, initializer_range: float = 0.02) -> None:
 
 
 class BertEncoder(LayerStack):
-    """The layers of BERT."""
+    """The layers of BERT.
+
+    Example:
+        >>> from flash_attn.models.bert import BertEncoder
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> BertEncoder(config)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -240,7 +269,15 @@ def _rows(hidden_states, mask):
 
 
 class BertPooler(nn.Module):
-    """A linear layer and tanh on the first token of each sequence."""
+    """A linear layer and tanh on the first token of each sequence.
+
+    Example:
+        >>> from flash_attn.models.bert import BertPooler
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> BertPooler(config)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 64])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -253,7 +290,15 @@ class BertPooler(nn.Module):
 
 
 class BertPredictionHeadTransform(nn.Module):
-    """A linear layer, the activation and a norm, before the decoder of `BertLMPredictionHead`."""
+    """A linear layer, the activation and a norm, before the decoder of `BertLMPredictionHead`.
+
+    Example:
+        >>> from flash_attn.models.bert import BertPredictionHeadTransform
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> BertPredictionHeadTransform(config)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -268,7 +313,15 @@ class BertPredictionHeadTransform(nn.Module):
 
 
 class BertLMPredictionHead(nn.Module):
-    """The head that predicts masked tokens."""
+    """The head that predicts masked tokens.
+
+    Example:
+        >>> from flash_attn.models.bert import BertLMPredictionHead
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> BertLMPredictionHead(config)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 100])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -281,7 +334,16 @@ class BertLMPredictionHead(nn.Module):
 
 
 class BertPreTrainingHeads(nn.Module):
-    """The head that predicts masked tokens, and the one that tells whether a sentence follows another."""
+    """The head that predicts masked tokens, and the one that tells whether a sentence follows another.
+
+    Example:
+        >>> from flash_attn.models.bert import BertPreTrainingHeads
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> logits, relationship = BertPreTrainingHeads(config)(torch.randn(2, 7, 64), torch.randn(2, 64))
+        >>> logits.shape, relationship.shape
+        (torch.Size([2, 7, 100]), torch.Size([2, 2]))
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -573,7 +635,18 @@ class _BertWithHead(BertPreTrainedModel):
 
 
 class BertForPreTraining(_BertWithHead):
-    """BERT with the two heads of its pre-training."""
+    """BERT with the two heads of its pre-training.
+
+    Example:
+        >>> from flash_attn.models.bert import BertForPreTraining
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> tokens = torch.randint(1, 100, (2, 7))
+        >>> model = BertForPreTraining(config)
+        >>> output = model(tokens, labels=tokens, next_sentence_label=torch.tensor([0, 1]))
+        >>> output.loss.shape, output.prediction_logits.shape, output.seq_relationship_logits.shape
+        (torch.Size([]), torch.Size([2, 7, 100]), torch.Size([2, 2]))
+    """
 
     accepts_loss_kwargs = False  # its loss is the sum of two means
 
@@ -633,7 +706,17 @@ class BertForPreTraining(_BertWithHead):
 
 
 class BertForMaskedLM(_BertWithHead):
-    """BERT with the head that predicts masked tokens."""
+    """BERT with the head that predicts masked tokens.
+
+    Example:
+        >>> from flash_attn.models.bert import BertForMaskedLM
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> tokens = torch.randint(1, 100, (2, 7))
+        >>> labels = tokens.where(torch.rand(2, 7) < 0.15, -100)
+        >>> BertForMaskedLM(config)(tokens.where(labels < 0, 4), labels=labels).logits.shape
+        torch.Size([2, 7, 100])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -680,7 +763,16 @@ class BertForMaskedLM(_BertWithHead):
 
 
 class BertForNextSentencePrediction(_BertWithHead):
-    """BERT with the head that tells whether a sentence follows another."""
+    """BERT with the head that tells whether a sentence follows another.
+
+    Example:
+        >>> from flash_attn.models.bert import BertForNextSentencePrediction
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> model = BertForNextSentencePrediction(config)
+        >>> model(torch.randint(1, 100, (2, 7)), labels=torch.tensor([0, 1])).logits.shape
+        torch.Size([2, 2])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -735,7 +827,17 @@ class _BertClassifier(_BertWithHead):
 
 
 class BertForSequenceClassification(_BertClassifier):
-    """BERT with a classifier of whole sequences, or a regression: config.num_labels classes or numbers."""
+    """BERT with a classifier of whole sequences, or a regression: config.num_labels classes or numbers.
+
+    Example:
+        >>> from flash_attn.models.bert import BertForSequenceClassification
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+        ...                     num_labels=3)
+        >>> model = BertForSequenceClassification(config)
+        >>> model(torch.randint(1, 100, (2, 7)), labels=torch.tensor([0, 2])).logits.shape
+        torch.Size([2, 3])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, add_pooling_layer=True, num_labels=option(config, "num_labels"))
@@ -791,7 +893,16 @@ class BertForSequenceClassification(_BertClassifier):
 
 
 class BertForTokenClassification(_BertClassifier):
-    """BERT with a classifier of each token, as for named entities: config.num_labels classes."""
+    """BERT with a classifier of each token, as for named entities: config.num_labels classes.
+
+    Example:
+        >>> from flash_attn.models.bert import BertForTokenClassification
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+        ...                     num_labels=5)
+        >>> BertForTokenClassification(config)(torch.randint(1, 100, (2, 7))).logits.shape
+        torch.Size([2, 7, 5])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, add_pooling_layer=False, num_labels=option(config, "num_labels"))
@@ -835,7 +946,16 @@ class BertForTokenClassification(_BertClassifier):
 
 
 class BertForMultipleChoice(_BertClassifier):
-    """BERT that chooses one of several sequences: with a logit for each of them."""
+    """BERT that chooses one of several sequences: with a logit for each of them.
+
+    Example:
+        >>> from flash_attn.models.bert import BertForMultipleChoice
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> tokens = torch.randint(1, 100, (2, 4, 7))  # 2 questions with 4 answers each
+        >>> BertForMultipleChoice(config)(tokens, labels=torch.tensor([3, 0])).logits.shape
+        torch.Size([2, 4])
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, add_pooling_layer=True, num_labels=1)
@@ -881,7 +1001,16 @@ class BertForMultipleChoice(_BertClassifier):
 
 
 class BertForQuestionAnswering(_BertWithHead):
-    """BERT that finds an answer in a text: with logits of each token as its first and as its last."""
+    """BERT that finds an answer in a text: with logits of each token as its first and as its last.
+
+    Example:
+        >>> from flash_attn.models.bert import BertForQuestionAnswering
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> output = BertForQuestionAnswering(config)(torch.randint(1, 100, (2, 7)))
+        >>> output.start_logits.shape, output.end_logits.shape
+        (torch.Size([2, 7]), torch.Size([2, 7]))
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

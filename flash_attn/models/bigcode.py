@@ -80,7 +80,14 @@ KEYS = KeyMap(
 
 
 def bigcode_config_to_gpt2_config(bigcode_config: Any) -> Any:
-    """The GPT2Config of a GPTBigCodeConfig of transformers."""
+    """The GPT2Config of a GPTBigCodeConfig of transformers.
+
+    Example:
+        >>> from flash_attn.models.bigcode import bigcode_config_to_gpt2_config
+        >>> from transformers import GPTBigCodeConfig
+        >>> bigcode_config_to_gpt2_config(GPTBigCodeConfig(n_embd=64, n_head=4)).n_embd
+        64
+    """
     return CONFIG(bigcode_config)
 
 

@@ -73,7 +73,14 @@ KEYS = llama_like_keys({"norm1": "input_layernorm"})
 
 
 def cohere_config_to_gpt2_config(cohere_config: Any) -> Any:
-    """The GPT2Config of a CohereConfig or Cohere2Config of transformers."""
+    """The GPT2Config of a CohereConfig or Cohere2Config of transformers.
+
+    Example:
+        >>> from flash_attn.models.cohere import cohere_config_to_gpt2_config
+        >>> from transformers import CohereConfig
+        >>> cohere_config_to_gpt2_config(CohereConfig(hidden_size=64, num_attention_heads=4)).n_embd
+        64
+    """
     return CONFIG(cohere_config)
 
 

@@ -107,7 +107,14 @@ KEYS = KeyMap(_table, spellings=[(r"^(word_embeddings|ln_f|h)\.", r"transformer.
 
 
 def falcon_config_to_gpt2_config(falcon_config: Any) -> Any:
-    """The GPT2Config of a FalconConfig of transformers."""
+    """The GPT2Config of a FalconConfig of transformers.
+
+    Example:
+        >>> from flash_attn.models.falcon import falcon_config_to_gpt2_config
+        >>> from transformers import FalconConfig
+        >>> falcon_config_to_gpt2_config(FalconConfig(hidden_size=64, num_attention_heads=4)).n_head_kv
+        1
+    """
     return CONFIG(falcon_config)
 
 

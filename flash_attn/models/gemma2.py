@@ -75,7 +75,14 @@ KEYS = llama_like_keys(
 
 
 def gemma2_config_to_gpt2_config(gemma2_config: Any) -> Any:
-    """The GPT2Config of a Gemma2Config or Gemma3TextConfig of transformers."""
+    """The GPT2Config of a Gemma2Config or Gemma3TextConfig of transformers.
+
+    Example:
+        >>> from flash_attn.models.gemma2 import gemma2_config_to_gpt2_config
+        >>> from transformers import Gemma2Config
+        >>> gemma2_config_to_gpt2_config(Gemma2Config(hidden_size=64, attn_logit_softcapping=30.0)).n_embd
+        64
+    """
     return CONFIG(gemma2_config)
 
 

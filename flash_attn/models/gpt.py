@@ -40,7 +40,7 @@ from flash_attn.models._checkpoints import decoder as checkpoints
 from flash_attn.models._checkpoints.arguments import refuse_float64
 from flash_attn.models._checkpoints.tensor_parallel import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models._checkpoints.tied_weights import TiedWeights
-from flash_attn.models._config import is_gpt2_config, settings
+from flash_attn.models._config import is_gpt2_config, settings, warn_of_unknown
 from flash_attn.models._gpt2 import (
     inv_remap_state_dict_hf_gpt2,
     inv_remap_state_dict_megatron,
@@ -148,6 +148,12 @@ def create_mixer_cls(
         layer_idx: the number of the layer, which names its cache.
         process_group: the processes that its heads are divided over, or None.
         device, dtype: of its parameters.
+
+    Example:
+        >>> from flash_attn.models.gpt import create_mixer_cls
+        >>> from transformers import GPT2Config
+        >>> create_mixer_cls(GPT2Config(n_embd=64, n_head=4), layer_idx=0)(64)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     s = settings(config)
     scale = 1.0
@@ -227,6 +233,12 @@ def create_mlp_cls(
         layer_idx: the number of the layer, which selects from config.mlp_checkpoint_lvl if that is a list.
         process_group: the processes that the MLP is divided over, or None.
         device, dtype: of its parameters.
+
+    Example:
+        >>> from flash_attn.models.gpt import create_mlp_cls
+        >>> from transformers import GPT2Config
+        >>> create_mlp_cls(GPT2Config(n_embd=64, n_head=4), layer_idx=0)(64)(torch.randn(2, 7, 64)).shape
+        torch.Size([2, 7, 64])
     """
     s = settings(config)
     hidden_features = s.inner if s.gated else s.n_inner
@@ -531,6 +543,7 @@ class GPTModel(GPTPreTrainedModel, LayerStack):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config)
+        warn_of_unknown(config)
         s = settings(config)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         needs = ("use_flash_attn", "fused_dropout_add_ln", "rms_norm", "qk_norm")
@@ -1114,7 +1127,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         )
         if inference_params is not None and hidden.dim() != 3:
             raise ValueError("config.sequence_parallel must be False with inference_params, found True")
-        if num_last_tokens > 0:
+        if checks.count("num_last_tokens", num_last_tokens) > 0:
             hidden = hidden[:, -num_last_tokens:]
         with layers_in_force():
             hidden = self._before_head(hidden)

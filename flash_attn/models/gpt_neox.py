@@ -74,7 +74,14 @@ KEYS = KeyMap(
 
 
 def gpt_neox_config_to_gpt2_config(gpt_neox_config: Any) -> Any:
-    """The GPT2Config of a GPTNeoXConfig of transformers."""
+    """The GPT2Config of a GPTNeoXConfig of transformers.
+
+    Example:
+        >>> from flash_attn.models.gpt_neox import gpt_neox_config_to_gpt2_config
+        >>> from transformers import GPTNeoXConfig
+        >>> gpt_neox_config_to_gpt2_config(GPTNeoXConfig(hidden_size=64, num_attention_heads=4)).n_embd
+        64
+    """
     return CONFIG(gpt_neox_config)
 
 

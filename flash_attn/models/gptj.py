@@ -74,7 +74,14 @@ KEYS = KeyMap(
 
 
 def gptj_config_to_gpt2_config(gptj_config: Any) -> Any:
-    """The GPT2Config of a GPTJConfig of transformers."""
+    """The GPT2Config of a GPTJConfig of transformers.
+
+    Example:
+        >>> from flash_attn.models.gptj import gptj_config_to_gpt2_config
+        >>> from transformers import GPTJConfig
+        >>> gptj_config_to_gpt2_config(GPTJConfig(n_embd=64, n_head=2, rotary_dim=16)).n_embd
+        64
+    """
     return CONFIG(gptj_config)
 
 

@@ -175,7 +175,14 @@ KEYS = llama_like_keys(
 
 
 def llama_config_to_gpt2_config(llama_config: Any) -> Any:
-    """The GPT2Config of a configuration of Llama or another model of this family, or of Meta's files."""
+    """The GPT2Config of a configuration of Llama or another model of this family, or of Meta's files.
+
+    Example:
+        >>> from flash_attn.models.llama import llama_config_to_gpt2_config
+        >>> from transformers import LlamaConfig
+        >>> llama_config_to_gpt2_config(LlamaConfig(num_attention_heads=4, num_key_value_heads=2)).n_head_kv
+        2
+    """
     return CONFIG(llama_config)
 
 
@@ -196,12 +203,35 @@ def remap_state_dict_hf_llama(state_dict: dict[str, Tensor], config: Any) -> dic
 
     config: the GPT2Config of our model. Queries and keys are reordered for interleaved rotary pairs. Tensors that are
     not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import llama
+        >>> from flash_attn.models.gpt import GPTLMHeadModel
+        >>> import transformers
+        >>> sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+        >>> theirs = transformers.LlamaConfig(**sizes, num_attention_heads=4)
+        >>> config = llama.llama_config_to_gpt2_config(theirs)
+        >>> state_dict = dict(transformers.LlamaForCausalLM(theirs).state_dict())
+        >>> GPTLMHeadModel(config).load_state_dict(llama.remap_state_dict_hf_llama(state_dict, config))
+        <All keys matched successfully>
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_llama(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' LlamaForCausalLM from ours."""
+    """The state dict of transformers' LlamaForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import llama
+        >>> from flash_attn.models.gpt import GPTLMHeadModel
+        >>> import transformers
+        >>> sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+        >>> theirs = transformers.LlamaConfig(**sizes, num_attention_heads=4)
+        >>> config = llama.llama_config_to_gpt2_config(theirs)
+        >>> state_dict = llama.inv_remap_state_dict_hf_llama(GPTLMHeadModel(config).state_dict(), config)
+        >>> transformers.LlamaForCausalLM(theirs).load_state_dict(state_dict)
+        <All keys matched successfully>
+    """
     return KEYS.invert(state_dict, config)
 
 
@@ -263,7 +293,16 @@ def _vocabulary_of(params, tokenizer):
 
 
 def config_from_hf_checkpoint(checkpoint_path: str | os.PathLike, model_name: str) -> Any:
-    """transformers' LlamaConfig in <checkpoint_path>/<model_name>-hf/config.json."""
+    """transformers' LlamaConfig in <checkpoint_path>/<model_name>-hf/config.json.
+
+    Example:
+        >>> import tempfile, transformers
+        >>> from flash_attn.models.llama import config_from_hf_checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> transformers.LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(f"{folder}/small-hf")
+        >>> config_from_hf_checkpoint(folder, "small").hidden_size
+        64
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig.from_pretrained(pathlib.Path(checkpoint_path, f"{model_name}-hf") / "config.json")
@@ -274,8 +313,16 @@ def config_from_checkpoint(checkpoint_path: str | os.PathLike, model_name: str, 
 
     Arguments:
         checkpoint_path: the folder that holds the folders of checkpoints.
-        model_name: the folder of this one.
+        model_name: the folder of this one, without the "-hf" that it ends in for "hf".
         checkpoint_format: "meta" or "hf", that of transformers.
+
+    Example:
+        >>> import tempfile, transformers
+        >>> from flash_attn.models.llama import config_from_checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> transformers.LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(f"{folder}/small-hf")
+        >>> config_from_checkpoint(folder, "small", checkpoint_format="hf").hidden_size
+        64
     """
     formats = {"meta": config_from_meta_checkpoint, "hf": config_from_hf_checkpoint}
     if checkpoint_format not in formats:

@@ -67,7 +67,14 @@ KEYS = llama_like_keys(
 
 
 def olmo2_config_to_gpt2_config(olmo2_config: Any) -> Any:
-    """The GPT2Config of an Olmo2Config, Olmo3Config or Exaone4Config of transformers."""
+    """The GPT2Config of an Olmo2Config, Olmo3Config or Exaone4Config of transformers.
+
+    Example:
+        >>> from flash_attn.models.olmo2 import olmo2_config_to_gpt2_config
+        >>> from transformers import Olmo2Config
+        >>> olmo2_config_to_gpt2_config(Olmo2Config(hidden_size=64, num_attention_heads=4)).n_embd
+        64
+    """
     return CONFIG(olmo2_config)
 
 

@@ -87,7 +87,14 @@ KEYS = KeyMap(
 
 
 def opt_config_to_gpt2_config(opt_config: Any) -> Any:
-    """The GPT2Config of an OPTConfig of transformers."""
+    """The GPT2Config of an OPTConfig of transformers.
+
+    Example:
+        >>> from flash_attn.models.opt import opt_config_to_gpt2_config
+        >>> from transformers import OPTConfig
+        >>> opt_config_to_gpt2_config(OPTConfig(hidden_size=64, num_attention_heads=4)).n_embd
+        64
+    """
     return CONFIG(opt_config)
 
 

@@ -69,7 +69,14 @@ KEYS = KeyMap(
 
 
 def phi_config_to_gpt2_config(phi_config: Any) -> Any:
-    """The GPT2Config of a PhiConfig of transformers."""
+    """The GPT2Config of a PhiConfig of transformers.
+
+    Example:
+        >>> from flash_attn.models.phi import phi_config_to_gpt2_config
+        >>> from transformers import PhiConfig
+        >>> phi_config_to_gpt2_config(PhiConfig(hidden_size=64, num_attention_heads=4)).n_embd
+        64
+    """
     return CONFIG(phi_config)
 
 

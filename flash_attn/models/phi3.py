@@ -33,7 +33,14 @@ KEYS = llama_like_keys(
 
 
 def phi3_config_to_gpt2_config(phi3_config: Any) -> Any:
-    """The GPT2Config of a Phi3Config of transformers."""
+    """The GPT2Config of a Phi3Config of transformers.
+
+    Example:
+        >>> from flash_attn.models.phi3 import phi3_config_to_gpt2_config
+        >>> from transformers import Phi3Config
+        >>> phi3_config_to_gpt2_config(Phi3Config(hidden_size=64, num_attention_heads=4, pad_token_id=0)).n_embd
+        64
+    """
     return CONFIG(phi3_config)
 
 

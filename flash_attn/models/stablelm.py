@@ -35,7 +35,14 @@ KEYS = llama_like_keys({"norm1": "input_layernorm", "norm2": "post_attention_lay
 
 
 def stablelm_config_to_gpt2_config(stablelm_config: Any) -> Any:
-    """The GPT2Config of a StableLmConfig of transformers."""
+    """The GPT2Config of a StableLmConfig of transformers.
+
+    Example:
+        >>> from flash_attn.models.stablelm import stablelm_config_to_gpt2_config
+        >>> from transformers import StableLmConfig
+        >>> stablelm_config_to_gpt2_config(StableLmConfig(num_attention_heads=4, num_key_value_heads=2)).n_head_kv
+        2
+    """
     return CONFIG(stablelm_config)
 
 

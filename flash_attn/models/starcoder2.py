@@ -39,7 +39,14 @@ KEYS = llama_like_keys(
 
 
 def starcoder2_config_to_gpt2_config(starcoder2_config: Any) -> Any:
-    """The GPT2Config of a Starcoder2Config of transformers."""
+    """The GPT2Config of a Starcoder2Config of transformers.
+
+    Example:
+        >>> from flash_attn.models.starcoder2 import starcoder2_config_to_gpt2_config
+        >>> from transformers import Starcoder2Config
+        >>> starcoder2_config_to_gpt2_config(Starcoder2Config(hidden_size=64, num_attention_heads=4)).n_embd
+        64
+    """
     return CONFIG(starcoder2_config)
 
 

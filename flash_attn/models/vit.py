@@ -63,6 +63,11 @@ def create_mixer_cls(
         attn_drop: probability that a weight of attention is dropped, in training.
         use_flash_attn, fused_bias_fc: take the attention and the linear layers of this package.
         cross_attn: queries have a projection of their own.
+
+    Example:
+        >>> from flash_attn.models.vit import create_mixer_cls
+        >>> create_mixer_cls(4, True, 0.0, use_flash_attn=True, fused_bias_fc=True)(64)(torch.randn(2, 17, 64)).shape
+        torch.Size([2, 17, 64])
     """
     return functools.partial(
         MHA,
@@ -82,6 +87,11 @@ def create_mlp_cls(
 
     act_layer: called without arguments, gives the activation. With fused_mlp it must give an nn.GELU, which is then
     computed in its tanh form, or an nn.ReLU; others raise ValueError.
+
+    Example:
+        >>> from flash_attn.models.vit import create_mlp_cls
+        >>> create_mlp_cls(64, 4.0, torch.nn.GELU, fused_mlp=True)(64)(torch.randn(2, 17, 64)).shape
+        torch.Size([2, 17, 64])
     """
     activation = act_layer()
     hidden_features = int(embed_dim * mlp_ratio)
@@ -116,6 +126,14 @@ def create_block(
 
     With last_layer_subset, block n_layer - 1 projects queries apart, so that it can be asked for some tokens only. The
     other arguments are those of `VisionTransformer`, and drop_path1 and drop_path2 those of `Block`.
+
+    Example:
+        >>> from flash_attn.models.vit import create_block
+        >>> rates, parts = dict.fromkeys(["drop_rate", "attn_drop_rate", "drop_path1", "drop_path2"], 0.0), torch.nn
+        >>> fused = dict.fromkeys(["use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dropout_add_ln"], False)
+        >>> block = create_block(64, 4, 4.0, True, **rates, norm_layer=parts.LayerNorm, act_layer=parts.GELU, **fused)
+        >>> block(torch.randn(2, 17, 64))[0].shape
+        torch.Size([2, 17, 64])
     """
     cross_attn = last_layer_subset and n_layer is not None and layer_idx == n_layer - 1
     return Block(
@@ -137,6 +155,12 @@ def init_weights_vit_timm(module: nn.Module, name: str = "") -> None:
     """Draw the weights of a linear layer from a truncated normal distribution (0.02), and set its bias to zero.
 
     module: the layer; others are left alone. name: not used.
+
+    Example:
+        >>> from flash_attn.models.vit import init_weights_vit_timm
+        >>> layer = torch.nn.Linear(64, 64).apply(init_weights_vit_timm)
+        >>> layer.bias.any()
+        tensor(False)
     """
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
@@ -430,6 +454,12 @@ def _of_size(name):
     Arguments:
         pretrained: must be False; `VisionTransformer.from_pretrained` loads weights.
         kwargs: more arguments of `VisionTransformer`, which replace these sizes.
+
+    Example:
+        >>> from flash_attn.models.vit import {name}
+        >>> with torch.device("meta"):  # shapes alone, of a model with one block
+        ...     {name}(depth=1)(torch.randn(8, 3, 224, 224)).shape
+        torch.Size([8, 1000])
     """
     return create
 

@@ -133,7 +133,7 @@ class BertEmbeddings(nn.Module):
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(tokens, dtype=torch.int64)
             _check_of_tokens("token_type_ids", token_type_ids, tokens)
-            embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+            embeddings = embeddings + _rows_of(self.token_type_embeddings, "token_type_ids", token_type_ids)
         return embeddings
 
 
@@ -147,6 +147,15 @@ class VocabParallelEmbedding(nn.Embedding):
         process_group: None makes it a plain nn.Embedding.
         padding_idx: must be None if there is more than one process.
         The others are those of nn.Embedding.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.modules.embedding import VocabParallelEmbedding
+        >>> embedding = VocabParallelEmbedding(1000, 64, process_group=dist.group.WORLD)
+        >>> embedding(torch.tensor([[1, 999]])).shape, embedding.weight.shape  # on 4 processes (250, 64)
+        (torch.Size([1, 2, 64]), torch.Size([1000, 64]))
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -186,6 +195,15 @@ class ColumnParallelEmbedding(nn.Embedding):
         embedding_dim: features of all processes, divisible by their number.
         process_group: None makes it a plain nn.Embedding.
         The others are those of nn.Embedding.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.modules.embedding import ColumnParallelEmbedding
+        >>> embedding = ColumnParallelEmbedding(1000, 64, process_group=dist.group.WORLD)
+        >>> embedding(torch.tensor([[1, 999]])).shape  # on 4 processes (1, 2, 16)
+        torch.Size([1, 2, 64])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -230,6 +248,15 @@ class ParallelGPT2Embeddings(nn.Module):
         process_group: the group, not None.
         sequence_parallel: the first dimension of the result is divided over the processes, too.
         The others are those of `GPT2Embeddings`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.modules.embedding import ParallelGPT2Embeddings
+        >>> embeddings = ParallelGPT2Embeddings(64, 1000, 128, dist.group.WORLD, sequence_parallel=False)
+        >>> embeddings(torch.randint(1000, (2, 16))).shape
+        torch.Size([2, 16, 64])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

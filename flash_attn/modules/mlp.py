@@ -124,6 +124,14 @@ class ParallelMLP(_TwoLayers):
         process_group: the group; must be given.
         sequence_parallel: the first dimension of x and y is divided, too.
         The others are those of `Mlp`. fc2 has its bias in the first process only.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.modules.mlp import ParallelMLP
+        >>> ParallelMLP(64, process_group=dist.group.WORLD)(torch.randn(10, 64)).shape
+        torch.Size([10, 64])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -199,6 +207,14 @@ class ParallelGatedMlp(_Gated):
         process_group: the group.
         sequence_parallel: the first dimension of x and y is divided, too.
         The others are those of `GatedMlp`. fc2 has its bias in the first process only.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.modules.mlp import ParallelGatedMlp
+        >>> ParallelGatedMlp(64, dist.group.WORLD, activation=F.silu)(torch.randn(10, 64)).shape
+        torch.Size([10, 64])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

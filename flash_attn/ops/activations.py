@@ -27,34 +27,71 @@ def bias_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def bias_gelu_back(g: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `bias_gelu` for an incoming g like y: (grad_y in y.dtype, grad_bias in bias.dtype)."""
+    """The gradients of `bias_gelu` for an incoming g like y: (grad_y in y.dtype, grad_bias in bias.dtype).
+
+    Example:
+        >>> from flash_attn.ops.activations import bias_gelu_back
+        >>> grad_y, grad_bias = bias_gelu_back(torch.ones(4, 8), torch.randn(4, 8), torch.randn(8))
+        >>> torch.allclose(grad_y.sum(0), grad_bias)
+        True
+    """
     dy, _ = activation.differentiate(g, _biased(y, bias), None, _GELU, ("g", "y", ""))
     return dy.to(y.dtype), dy.sum(tuple(range(dy.dim() - 1))).to(bias.dtype)
 
 
 def bias_gelu_impl(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """GELU, by tanh, of input + bias (features,), for input (..., features). Differentiable; see `bias_gelu`."""
+    """GELU, by tanh, of input + bias (features,), for input (..., features). Differentiable; see `bias_gelu`.
+
+    Example:
+        >>> from flash_attn.ops.activations import bias_gelu_impl
+        >>> bias_gelu_impl(torch.tensor([[0.0, 1.0]]), torch.tensor([1.0, -1.0]))
+        tensor([[0.8412, 0.0000]])
+    """
     return activation.activate(_biased(input, bias, "input"), None, _GELU).to(input.dtype)
 
 
 def gelu_fwd(x: torch.Tensor) -> torch.Tensor:
-    """gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    """gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+
+    Example:
+        >>> from flash_attn.ops.activations import gelu_fwd
+        >>> gelu_fwd(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.1588,  0.0000,  0.8412])
+    """
     with torch.no_grad():
         return activation.activate(x, None, _GELU)
 
 
 def gelu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """g gelu'(x), in the dtype of x."""
+    """g gelu'(x), in the dtype of x.
+
+    Example:
+        >>> from flash_attn.ops.activations import gelu_bwd
+        >>> gelu_bwd(torch.ones(3), torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.0830,  0.5000,  1.0830])
+    """
     return activation.differentiate(g, x, None, _GELU)[0]
 
 
 def fast_gelu_impl(input: torch.Tensor) -> torch.Tensor:
-    """GELU, by tanh, of input of any shape. Differentiable; see `gelu_fwd`."""
+    """GELU, by tanh, of input of any shape. Differentiable; see `gelu_fwd`.
+
+    Example:
+        >>> from flash_attn.ops.activations import fast_gelu_impl
+        >>> fast_gelu_impl(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.1588,  0.0000,  0.8412])
+    """
     return activation.activate(input, None, _GELU, ("input", ""))
 
 
 def relu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Returns g where x >= 0 (also at x = 0), else 0, in the dtype of x."""
+    """Returns g where x >= 0 (also at x = 0), else 0, in the dtype of x.
+
+    Example:
+        >>> from flash_attn.ops.activations import relu_bwd
+        >>> relu_bwd(torch.ones(3), torch.tensor([-1.0, 0.0, 2.0]))
+        tensor([0., 1., 1.])
+    """
     checks.tensor("x", x, dtypes=activation.DTYPES)
     checks.tensor("g", g, dtypes=activation.DTYPES, shape=tuple(x.shape), device=x.device)
     with torch.no_grad():
@@ -62,24 +99,48 @@ def relu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def sqrelu_fwd(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2."""
+    """max(x, 0)^2.
+
+    Example:
+        >>> from flash_attn.ops.activations import sqrelu_fwd
+        >>> sqrelu_fwd(torch.tensor([-1.0, 0.0, 2.0]))
+        tensor([0., 0., 4.])
+    """
     with torch.no_grad():
         return activation.activate(x, None, "sqrelu")
 
 
 def sqrelu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """2 g max(x, 0), in the dtype of x."""
+    """2 g max(x, 0), in the dtype of x.
+
+    Example:
+        >>> from flash_attn.ops.activations import sqrelu_bwd
+        >>> sqrelu_bwd(torch.ones(3), torch.tensor([-1.0, 0.0, 2.0]))
+        tensor([0., 0., 4.])
+    """
     return activation.differentiate(g, x, None, "sqrelu")[0]
 
 
 def swiglu_fwd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """silu(x) * y = x / (1 + exp(-x)) * y: the gate comes first (arXiv:2002.05202)."""
+    """silu(x) * y = x / (1 + exp(-x)) * y: the gate comes first (arXiv:2002.05202).
+
+    Example:
+        >>> from flash_attn.ops.activations import swiglu_fwd
+        >>> swiglu_fwd(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 2.0]))
+        tensor([0.0000, 1.4621])
+    """
     with torch.no_grad():
         return activation.activate(x, y, "silu")
 
 
 def swiglu_bwd(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `swiglu` of x and y for an incoming g, all of one shape: (dx, dy)."""
+    """The gradients of `swiglu` of x and y for an incoming g, all of one shape: (dx, dy).
+
+    Example:
+        >>> from flash_attn.ops.activations import swiglu_bwd
+        >>> swiglu_bwd(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 2.0]), torch.ones(2))
+        (tensor([1.0000, 1.8553]), tensor([0.0000, 0.7311]))
+    """
     return activation.differentiate(g, x, y, "silu")
 
 

@@ -320,6 +320,14 @@ class ColumnParallelLinear(_ParallelLinear):
             multiple_of. The processes must have all out_features together, which is not checked.
 
     `weight` (out_features of this process, in_features) and `bias` are this process's rows.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.ops.fused_dense import ColumnParallelLinear
+        >>> ColumnParallelLinear(64, 128, dist.group.WORLD, sequence_parallel=False)(torch.randn(10, 64)).shape
+        torch.Size([10, 128])
+        >>> dist.destroy_process_group()
     """
 
     _divided = "out_features"
@@ -338,6 +346,14 @@ class RowParallelLinear(_ParallelLinear):
     Arguments as in `ColumnParallelLinear`, but in_features is divided, and sequence_parallel divides the first
     dimension of the result. `weight` is (out_features, in_features of this process); only the first process has a
     `bias`, (out_features,).
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.ops.fused_dense import RowParallelLinear
+        >>> RowParallelLinear(128, 64, dist.group.WORLD, sequence_parallel=False)(torch.randn(10, 128)).shape
+        torch.Size([10, 64])
+        >>> dist.destroy_process_group()
     """
 
     _divided = "in_features"
@@ -440,6 +456,14 @@ class ParallelFusedMLP(nn.Module):
         sequence_parallel: the first dimension of x and of the result is divided among them too.
 
     `fc1` is a `ColumnParallelLinear` and `fc2` a `RowParallelLinear`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.ops.fused_dense import ParallelFusedMLP
+        >>> ParallelFusedMLP(64, 256, process_group=dist.group.WORLD)(torch.randn(10, 64)).shape
+        torch.Size([10, 64])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

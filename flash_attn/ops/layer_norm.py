@@ -28,7 +28,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     >>> layer_norm(torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64), 1e-5).shape
     torch.Size([2, 5, 64])
     """
-    return layer_norm_ops.forward(x, None, weight, bias, epsilon, 0.0, names=("x", "weight", "bias"))[0]
+    return layer_norm_ops.forward(x, None, weight, bias, epsilon, 0.0, names=("x", "weight", "bias", "epsilon"))[0]
 
 
 def dropout_add_layer_norm(
@@ -114,6 +114,15 @@ def dropout_add_layer_norm_subset(
 
     Returns the same as `dropout_add_layer_norm`: out and h are (-1, *x0.shape[1:]), the mask is like x0. Rows of out
     that out_subset does not name are 0, and so are gradients of rows of x0 that x0_subset does not name.
+
+    Example:
+        >>> from flash_attn.ops.layer_norm import dropout_add_layer_norm_subset
+        >>> x0, residual, weight, bias = torch.randn(2, 8), torch.randn(4, 8), torch.ones(8), torch.zeros(8)
+        >>> rows = torch.tensor([0, 1, 0, 2], dtype=torch.int32)  # rows 1 and 3 of the residual take part
+        >>> out, h = dropout_add_layer_norm_subset(
+        ...     x0, residual, weight, bias, 0.0, 1e-5, x0_subset=rows, out_subset=rows, out_numrows=2, prenorm=True)
+        >>> out.shape, torch.equal(h, residual.index_add(0, torch.tensor([1, 3]), x0))
+        (torch.Size([2, 8]), True)
     """
     return DropoutAddLayerNormSubsetFn.apply(
         x0,
@@ -153,6 +162,14 @@ def dropout_add_layer_norm_parallel_residual(
     x1 is like x0, or None; weight1 may be None too, for one norm that both branches of the next block share. For the
     other arguments see `dropout_add_layer_norm`. Returns (out0, out1, h, mask0, mask1) without the results not asked
     for; out1 is None without weight1.
+
+    Example:
+        >>> from flash_attn.ops.layer_norm import dropout_add_layer_norm_parallel_residual
+        >>> (x0, x1, residual), weight, bias = torch.randn(3, 4, 8), torch.ones(8), torch.zeros(8)
+        >>> out0, out1 = dropout_add_layer_norm_parallel_residual(
+        ...     x0, x1, residual, weight, bias, weight, bias, dropout_p=0.0, epsilon=1e-5)
+        >>> torch.allclose(out0, torch.nn.functional.layer_norm(x0 + x1 + residual, (8,)), atol=1e-5)
+        True
     """
     return DropoutAddLayerNormParallelResidualFn.apply(
         x0,
@@ -288,7 +305,7 @@ class DropoutAddLayerNormParallelResidualFn:
             residual_in_fp32=residual_in_fp32,
             is_rms_norm=is_rms_norm,
             return_mask=return_dmask,
-            names=("x0", "weight0", "bias0"),
+            names=("x0", "weight0", "bias0", "epsilon"),
         )
         masks = [_mask(mask, x0) for mask in (mask0, mask1)] if return_dmask else []
         return (out0, out1, *([h] if prenorm else []), *masks)

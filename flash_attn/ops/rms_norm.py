@@ -28,7 +28,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64), 1e-5).shape
     torch.Size([2, 5, 64])
     """
-    return layer_norm.forward(x, None, weight, None, epsilon, 0.0, is_rms_norm=True, names=("x", "weight", "bias"))[0]
+    return layer_norm.forward(
+        x, None, weight, None, epsilon, 0.0, is_rms_norm=True, names=("x", "weight", "bias", "epsilon")
+    )[0]
 
 
 def dropout_add_rms_norm(
@@ -86,7 +88,16 @@ def dropout_add_rms_norm_subset(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The same where only some rows take part: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_subset`."""
+    """`dropout_add_rms_norm` of some rows: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_subset`.
+
+    Example:
+        >>> from flash_attn.ops.rms_norm import dropout_add_rms_norm_subset
+        >>> rows = torch.tensor([0, 1, 0, 2], dtype=torch.int32)  # rows 1 and 3 of the residual take part
+        >>> dropout_add_rms_norm_subset(
+        ...     torch.randn(2, 8), torch.randn(4, 8), torch.ones(8), None, 0.0, 1e-5,
+        ...     x0_subset=rows, out_subset=rows, out_numrows=2).shape
+        torch.Size([2, 8])
+    """
     return DropoutAddLayerNormSubsetFn.apply(
         x0,
         residual,
@@ -120,7 +131,18 @@ def dropout_add_rms_norm_parallel_residual(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Two branches and two norms: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_parallel_residual`."""
+    """`dropout_add_rms_norm` of two branches, with two norms.
+
+    See `flash_attn.ops.layer_norm.dropout_add_layer_norm_parallel_residual`.
+
+    Example:
+        >>> from flash_attn.ops.rms_norm import dropout_add_rms_norm_parallel_residual
+        >>> (x0, x1, residual), weight = torch.randn(3, 4, 8), torch.ones(8)
+        >>> out0, out1 = dropout_add_rms_norm_parallel_residual(
+        ...     x0, x1, residual, weight, None, weight, None, dropout_p=0.0, epsilon=1e-5)
+        >>> torch.allclose(out0, torch.nn.functional.rms_norm(x0 + x1 + residual, (8,), eps=1e-5), atol=1e-5)
+        True
+    """
     return DropoutAddLayerNormParallelResidualFn.apply(
         x0,
         x1,

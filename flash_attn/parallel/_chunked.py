@@ -52,6 +52,15 @@ def set_mlp_chunks(model: nn.Module, chunks: int) -> None:
 
     Raises:
         ValueError: the model has no such layer, or chunks is less than 1.
+
+    Example:
+        >>> from flash_attn.modules.mlp import Mlp
+        >>> from flash_attn.parallel import set_mlp_chunks
+        >>> model, x = torch.nn.Sequential(Mlp(64)), torch.randn(2, 100, 64)
+        >>> expected = model(x)
+        >>> set_mlp_chunks(model, 4)
+        >>> torch.allclose(model(x), expected, atol=1e-6)
+        True
     """
     chunks = checks.count("chunks", chunks, 1)
     layers = [module for module in model.modules() if hasattr(type(module), "mlp_chunks")]

@@ -27,6 +27,17 @@ def to_dtensor(model: nn.Module, tp_mesh: Any) -> nn.Module:
 
     Raises:
         ValueError: on all ranks, if a layer is not divided evenly, which DTensors do not know in the same way.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from flash_attn.modules.mlp import ParallelMLP
+        >>> from flash_attn.parallel import to_dtensor
+        >>> mlp = ParallelMLP(64, process_group=dist.group.WORLD)
+        >>> to_dtensor(mlp, init_device_mesh("cpu", (1,))).fc1.weight.placements
+        (Shard(dim=0),)
+        >>> dist.destroy_process_group()
     """
     from torch.distributed.tensor import DTensor, Shard
 

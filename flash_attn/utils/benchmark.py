@@ -38,6 +38,12 @@ def benchmark_forward(
         desc: a text that is printed first.
         verbose: print it and the measurement.
         amp, amp_dtype: whether to call it under autocast, and to which dtype.
+
+    Example:
+        >>> from flash_attn.utils.benchmark import benchmark_forward
+        >>> _, measurement = benchmark_forward(torch.matmul, *torch.randn(2, 64, 64), repeats=2, verbose=False)
+        >>> measurement.mean < 1  # seconds
+        True
     """
     forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
     return _timed(forward, repeats, f"{desc} - Forward pass", verbose)
@@ -59,6 +65,13 @@ def benchmark_backward(
     grad: the gradient of its output; random if None. Gradients of positional inputs are discarded before each backward.
     The other arguments are those of `benchmark_forward`. Returns (Timer, Measurement). Raises RuntimeError for a grad
     of another shape.
+
+    Example:
+        >>> from flash_attn.utils.benchmark import benchmark_backward
+        >>> x, y = torch.randn(2, 64, 64).requires_grad_()
+        >>> _, measurement = benchmark_backward(torch.matmul, x, y, repeats=2, verbose=False)
+        >>> measurement.mean < 1  # seconds
+        True
     """
     out = _forward(fn, inputs, kwinputs, amp, amp_dtype)()
     backward = _backward(out, _grad_of(out, grad), inputs)
@@ -76,7 +89,15 @@ def benchmark_combined(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> _Timed:
-    """Time fn(*inputs, **kwinputs) and its backward together; otherwise like `benchmark_backward`."""
+    """Time fn(*inputs, **kwinputs) and its backward together; otherwise like `benchmark_backward`.
+
+    Example:
+        >>> from flash_attn.utils.benchmark import benchmark_combined
+        >>> x, y = torch.randn(2, 64, 64).requires_grad_()
+        >>> _, measurement = benchmark_combined(torch.matmul, x, y, repeats=2, verbose=False)
+        >>> measurement.mean < 1  # seconds
+        True
+    """
     forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
     grad = _grad_of(forward(), grad)
     return _timed(lambda: _backward(forward(), grad, inputs)(), repeats, f"{desc} - Forward + Backward pass", verbose)
@@ -93,7 +114,15 @@ def benchmark_fwd_bwd(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> tuple[_Timed, _Timed]:
-    """`benchmark_forward` and `benchmark_backward`: a pair of what they return."""
+    """`benchmark_forward` and `benchmark_backward`: a pair of what they return.
+
+    Example:
+        >>> from flash_attn.utils.benchmark import benchmark_fwd_bwd
+        >>> x, y = torch.randn(2, 64, 64).requires_grad_()
+        >>> (_, forward), (_, backward) = benchmark_fwd_bwd(torch.matmul, x, y, repeats=2, verbose=False)
+        >>> forward.mean < 1  # seconds
+        True
+    """
     options = dict(repeats=repeats, desc=desc, verbose=verbose, amp=amp, amp_dtype=amp_dtype, **kwinputs)
     return benchmark_forward(fn, *inputs, **options), benchmark_backward(fn, *inputs, grad=grad, **options)
 
@@ -109,7 +138,15 @@ def benchmark_all(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> tuple[_Timed, _Timed, _Timed]:
-    """`benchmark_forward`, `benchmark_backward` and `benchmark_combined`: a triple of what they return."""
+    """`benchmark_forward`, `benchmark_backward` and `benchmark_combined`: a triple of what they return.
+
+    Example:
+        >>> from flash_attn.utils.benchmark import benchmark_all
+        >>> x, y = torch.randn(2, 64, 64).requires_grad_()
+        >>> forward, backward, both = benchmark_all(torch.matmul, x, y, repeats=2, verbose=False)
+        >>> both[1].mean < 1  # seconds
+        True
+    """
     options = dict(repeats=repeats, desc=desc, verbose=verbose, amp=amp, amp_dtype=amp_dtype, **kwinputs)
     return (
         benchmark_forward(fn, *inputs, **options),
@@ -166,6 +203,12 @@ def benchmark_memory(fn: Callable, *inputs: Any, desc: str = "", verbose: bool =
 
     On a GPU, all that torch has allocated there. On a CPU, what is allocated during the call. Printed after desc if
     verbose.
+
+    Example:
+        >>> from flash_attn.utils.benchmark import benchmark_memory
+        >>> used = benchmark_memory(torch.matmul, *torch.randn(2, 1024, 1024), verbose=False)
+        >>> used >= 0.004  # of 1000 * 2 ** 20 bytes: the product has 4 * 2 ** 20
+        True
     """
     device = _device(inputs)
     if device.type == "cuda":

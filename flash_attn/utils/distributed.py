@@ -31,6 +31,16 @@ def all_gather_raw(
 
     process_group: the processes. Returns (tensor, handle). With async_op the tensor must not be used before
     handle.wait(). Without it, and in a graph of torch's compiler, the handle is None.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import all_gather_raw
+        >>> x, handle = all_gather_raw(torch.ones(2, 3), dist.group.WORLD, async_op=True)
+        >>> _ = handle.wait()
+        >>> x.shape
+        torch.Size([2, 3])
+        >>> dist.destroy_process_group()
     """
     _check_rows(input_)
     return collectives.gather_rows(input_, process_group, async_op)
@@ -42,6 +52,15 @@ def reduce_scatter_raw(
     """Sum the input_ (rows, ...) of all processes and keep this one's part (rows / world_size, ...), without gradient.
 
     Returns (tensor, handle) as `all_gather_raw` does. Raises ValueError if the processes cannot share the rows evenly.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import reduce_scatter_raw
+        >>> x, handle = reduce_scatter_raw(torch.ones(8, 3), dist.group.WORLD)
+        >>> x.shape
+        torch.Size([8, 3])
+        >>> dist.destroy_process_group()
     """
     _check_rows_of(process_group, input_)
     return collectives.scatter_rows(input_, process_group, async_op)
@@ -53,6 +72,16 @@ def all_reduce_raw(
     """Sum the input_ of all processes, without gradient: in place if input_ is contiguous, else in a copy.
 
     In a graph of torch's compiler the sum is always a new tensor. Returns (tensor, handle) as `all_gather_raw` does.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import all_reduce_raw
+        >>> x, handle = all_reduce_raw(torch.ones(3), dist.group.WORLD, async_op=True)
+        >>> _ = handle.wait()
+        >>> x
+        tensor([1., 1., 1.])
+        >>> dist.destroy_process_group()
     """
     checks.tensor("input_", input_)
     return collectives.reduce(input_, process_group, async_op)
@@ -131,6 +160,14 @@ def all_gather(input_: Tensor, process_group: ProcessGroup) -> Tensor:
     """Concatenate the input_ (rows, ...) of all processes to (world_size * rows, ...).
 
     process_group: the processes. The gradient is the sum of all processes' gradients for the rows of this one.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import all_gather
+        >>> all_gather(torch.ones(2, 3), dist.group.WORLD).shape  # on 4 processes (8, 3)
+        torch.Size([2, 3])
+        >>> dist.destroy_process_group()
     """
     _check_rows(input_)
     return AllGatherFunc.apply(input_, process_group)
@@ -141,6 +178,14 @@ def reduce_scatter(input_: Tensor, process_group: ProcessGroup) -> Tensor:
 
     process_group: the processes. The gradient concatenates the gradients of all parts. Raises ValueError if the rows
     cannot be divided evenly.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import reduce_scatter
+        >>> reduce_scatter(torch.ones(8, 3), dist.group.WORLD).shape  # on 4 processes (2, 3)
+        torch.Size([8, 3])
+        >>> dist.destroy_process_group()
     """
     _check_rows_of(process_group, input_)
     return ReduceScatterFunc.apply(input_, process_group)
@@ -152,6 +197,14 @@ def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
     Use the returned tensor afterwards: it may share the memory of input_.
 
     The gradient passes unchanged: all processes compute the same from the sum, so each already has the whole gradient.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import all_reduce
+        >>> all_reduce(torch.ones(3), dist.group.WORLD)  # on 4 processes 4
+        tensor([1., 1., 1.])
+        >>> dist.destroy_process_group()
     """
     checks.tensor("input_", input_)
     return AllReduceFunc.apply(input_, process_group)
@@ -161,6 +214,14 @@ def replicated(input_: Tensor, process_group: ProcessGroup) -> Tensor:
     """Returns input_, which is the same in all processes of process_group, each of which computes with it a part.
 
     Its gradient is the sum of all processes' gradients.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import replicated
+        >>> replicated(torch.ones(3), dist.group.WORLD)
+        tensor([1., 1., 1.])
+        >>> dist.destroy_process_group()
     """
     checks.tensor("input_", input_)
     return ReplicatedFunc.apply(input_, process_group)
@@ -173,6 +234,15 @@ def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> N
     other parameters may differ between processes. The attribute of a module applies to its own parameters, not to its
     submodules. With a group that only sends between GPUs (NCCL), the parameters of a model that is still on the CPU are
     copied through the GPU, one at a time.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import sync_shared_params
+        >>> model = torch.nn.Linear(4, 4)
+        >>> model.bias._shared_params = True
+        >>> sync_shared_params(model, dist.group.WORLD)  # all processes have the first one's bias
+        >>> dist.destroy_process_group()
     """
     only_gpus = "cpu" not in backends_of(process_group)
     for _, parameter in _tagged(model, "_shared_params"):
@@ -189,6 +259,16 @@ def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Proc
     Call it after backward and before the optimizer's step; it writes to the gradients. The attribute of a module
     applies to its own parameters, not to its submodules. There is one all-reduce for each dtype. Raises ValueError,
     before anything is sent, if one of the parameters has no gradient.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import allreduce_sequence_parallel_grad
+        >>> norm = torch.nn.LayerNorm(4)
+        >>> norm._sequence_parallel = True
+        >>> norm(torch.randn(10, 4)).sum().backward()
+        >>> allreduce_sequence_parallel_grad(norm, dist.group.WORLD)
+        >>> dist.destroy_process_group()
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for name, parameter in _tagged(model, "_sequence_parallel"):

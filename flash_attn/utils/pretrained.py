@@ -83,6 +83,14 @@ def config_of_pretrained(model_name: str | os.PathLike[str], name: str = "config
 
     model_name, hub: as in `state_dict_from_pretrained`; the config of a file is beside it.
     Raises ValueError if the file is not JSON.
+
+    Example:
+        >>> import tempfile, transformers
+        >>> from flash_attn.utils.pretrained import config_of_pretrained
+        >>> folder = tempfile.mkdtemp()
+        >>> transformers.LlamaConfig(hidden_size=64).save_pretrained(folder)
+        >>> config_of_pretrained(folder)["hidden_size"]
+        64
     """
     path = pathlib.Path(model_name)
     try:

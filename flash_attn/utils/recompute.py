@@ -31,6 +31,14 @@ def keep_attention(offload: bool = False) -> tuple[Any, Any]:
     Raises:
         RuntimeError: in the backward, if more attention is computed there than in the forward, or once more.
         ImportError: in a torch without modes of the dispatcher.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from flash_attn import flash_attn_func
+        >>> from flash_attn.utils.recompute import keep_attention
+        >>> q = torch.randn(1, 16, 4, 32, requires_grad=True)
+        >>> block = lambda x: flash_attn_func(x, x, x, causal=True).sin()  # of which the sine is recomputed
+        >>> checkpoint(block, q, use_reentrant=False, context_fn=keep_attention).sum().backward()
     """
     if DispatchMode is object:
         raise ImportError(f"keep_attention needs modes of torch's dispatcher, which torch {torch.__version__} lacks")

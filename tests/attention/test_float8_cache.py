@@ -5,6 +5,7 @@ call with scales has the bits of one whose queries and results are multiplied by
 """
 
 import dataclasses
+import functools
 import itertools
 import zlib
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from compare import assert_error_ratio, identical
 
-from flash_attn import batch_invariant, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import _library, batch_invariant, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.functional import float8_descale, to_float8
 
 FLOAT8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
@@ -314,11 +315,17 @@ def test_nothing_in_the_cache(rows, dtype, device):
         assert out.dtype == dtype and not out.any() and lse.isposinf().all()
 
 
-def test_a_scale_of_zero_leaves_no_nan_in_the_cache(device):
+def test_a_scale_of_zero_leaves_no_nan_in_the_cache(device, monkeypatch):
+    """Which is refused where it can be read, and is not read on a GPU."""
     new = torch.tensor([0.0, 3.0, -3.0, NAN], device=device).repeat(16)[None, None, None].to(BF16)
     caches = torch.zeros(2, 1, 4, 1, 64, device=device).to(FLOAT8).unbind()
     none = torch.zeros((), device=device)
-    flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=0, k_descale=none, v_descale=none)
+    call = functools.partial(flash_attn_with_kvcache, new, *caches, new, new, cache_seqlens=0)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"v_descale must be above 0 where k and v are appended.* found 0"):
+            call(v_descale=none)
+        monkeypatch.setattr(_library, "can_be_read_at_once", lambda x: False)
+    call(k_descale=none, v_descale=none)
     for cache in caches:
         assert identical(cache[0, 0, 0, :4].float(), torch.tensor([0.0, 448.0, -448.0, NAN], device=device))
 
@@ -393,6 +400,9 @@ PACKED = Batch(rows=(2, 1, 1), form="tokens", head_dim=16)
 ERRORS = {  # message: (batch, changes by name, each a value or a function of the argument)
     r"k_cache must have dtype torch.float8_e4m3fn, found torch.float8_e5m2": (
         CACHED, dict(k_cache=lambda k: k.view(torch.float8_e5m2))),
+    r"v_cache must have dtype .* found torch.uint8: where .* codes .* give v_cache.view\(torch.float8_e4m3fn\)": (
+        CACHED, dict(v_cache=lambda v: v.view(torch.uint8))),
+    r"k must have dtype .* found torch.uint8: .* give k.view": (PACKED, dict(k=lambda k: k.view(torch.uint8))),
     r"v_cache must have dtype torch.float8_e4m3fn, found torch.bfloat16": (CACHED, dict(v_cache=lambda v: v.to(BF16))),
     r"k must have dtype torch.float8_e4m3fn, found torch.float16": (PACKED, dict(k=lambda k: k.to(FP16))),
     r"q must have dtype torch.float16 or torch.bfloat16, found torch.float32": (CACHED, dict(q=lambda q: q.float())),
@@ -411,6 +421,8 @@ ERRORS = {  # message: (batch, changes by name, each a value or a function of th
     r"k_descale must have dtype torch.float32, found torch.float16": (PACKED, dict(k_descale=torch.ones(2).half())),
     r"v_descale must be on .* found it on meta": (CACHED, dict(v_descale=torch.ones(2, device="meta"))),
     r"k_descale must be at least 0, found -1": (CACHED, dict(k_descale=-1.0)),
+    r"k_descale must be above 0 where k and v are appended, which it divides, found 0.0": (
+        CACHED, dict(dict.fromkeys("kv", torch.zeros(3, 1, 2, 16).half()), k_descale=0.0)),
     r"v_descale must be finite, found nan": (CACHED, dict(v_descale=NAN)),
     r"v_descale must not require grad": (CACHED, dict(v_descale=torch.ones(2, requires_grad=True))),
     r"dropout_p must be 0 with keys and values of torch.float8_e4m3fn, found 0.5": (PACKED, dict(dropout_p=0.5)),

@@ -8,6 +8,11 @@ from flash_attn.context_parallel import __main__ as command
 from flash_attn.context_parallel import _estimate as estimate
 
 MODEL, MACHINE, OPTIONS = estimate.Model(), estimate.Machine(), estimate.Options()
+ADVICE = {  # as docs/guides/long.md has it
+    "--offload": "steps of 8,388,608 tokens: dp 8, cp 1, tp 1:",
+    "--offload --memory 80": "steps of 8,388,608 tokens: dp 4, cp 2, tp 1,",
+    "--offload --batch 1M": "steps of 1,048,576 tokens: dp 1, cp 8, tp 1,",
+}
 M = 2**20
 
 
@@ -106,8 +111,11 @@ def test_rates_of_a_benchmark(tmp_path):
 def test_what_is_printed(capsys):
     command.main(["--seqlen", "1M", "--gpus", "4", "--offload"])
     printed = capsys.readouterr().out
-    for text in ("1,048,576 tokens, 8.03 B", "gather", "ulysses", "fits in 140", "458.", "Recommended: dp", "estimate"):
+    for text in ("1,048,576 tokens, 8.03 B", "gather", "ulysses", "fits in 140", "458.", "estimate"):
         assert text in printed, text
+    for arguments, text in ADVICE.items():
+        command.main(["--seqlen", "1M", "--gpus", "8", *arguments.split()])
+        assert text in capsys.readouterr().out
     command.main(["--seqlen", "64M", "--gpus", "2", "--tp", "2", "--no-keep-attention"])
     assert "No division of these GPUs fits" in capsys.readouterr().out
     for arguments in (["--seqlen", "x"], ["--tp", "3"]):

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import operator
+import pickle
 import sys
 
 import oracle
@@ -706,7 +707,8 @@ def test_attention_over_a_cache_in_float8(mask, device):
     for part in (slice(0, 6), slice(6, 9)):
         key, value = cache.update(*(x[:, :, part] for x in new), 0)
     assert key.dtype == value.dtype == torch.float8_e4m3fn and key.shape == new[0].shape
-    stand_for = [x.double() * scale[..., None, None] for x, scale in zip((key, value), cache.layers[0].descales)]
+    layer = pickle.loads(pickle.dumps(cache)).layers[0]
+    stand_for = [x.double() * scale[..., None, None] for x, scale in zip((layer.keys, layer.values), layer.descales)]
     for x, given in zip(stand_for, new):
         torch.testing.assert_close(x, given.double(), rtol=2**-4, atol=2**-9 * given.abs().max().item())
     query = torch.randn(2, 4, 9, 16, device=device).bfloat16()
@@ -735,7 +737,7 @@ def test_attention_over_a_cache_in_float8(mask, device):
     baseline, _ = oracle.attention(q, k.bfloat16(), v.bfloat16(), **call)
     assert_error_ratio(out, exact, baseline)
     with pytest.raises(ValueError, match=r"key of dtype torch\.float8_e4m3fn must be what a layer of `float8_cache`"):
-        door.attention(torch.nn.Module(), query, key.clone(), value, None)
+        door.attention(torch.nn.Module(), query, layer.keys.clone(), layer.values, None)
     with pytest.raises(ValueError, match=r"dropout must be 0 with a float8_cache, found 0\.5"):
         door.attention(torch.nn.Module(), query, key, value, None, dropout=0.5)
 
@@ -761,6 +763,9 @@ def test_generation_from_a_cache_in_float8(name, device):
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([7, 0]))
     assert torch.equal(layer.keys.float(), keys[[3, 0]]) and torch.equal(layer.descales[1], scales[[3, 0]])
+    door.attention(
+        torch.nn.Module(), layer.keys.bfloat16(), layer.keys, layer.values, None
+    )  # as encoders' keys are taken
     cache.crop(-2)
     assert cache.get_seq_length() == keys.shape[2] - 2
 
@@ -771,16 +776,19 @@ def test_scales_of_a_cache_in_float8_grow(device):
     few = few * torch.tensor([[0.02, 1.0], [1.0, 0.02]], device=device)[..., None, None].bfloat16()
     more[1, 0] = more[1, 0].clamp(-few[1, 0].abs().max(), few[1, 0].abs().max())
     cache = door.float8_cache()
-    first = cache.update(few, few, 0)[0].clone()
-    scale = cache.layers[0].descales[0].clone()
-    key, value = cache.update(more, more.clone(), 0)
-    for x, descale in zip((key, value), cache.layers[0].descales):
+    cache.update(few, few, 0)
+    layer = cache.layers[0]
+    first, scale = layer.keys.clone(), layer.descales[0].clone()
+    cache.update(more, more.clone(), 0)
+    key, value = layer.keys, layer.values
+    for x, descale in zip((key, value), layer.descales):
         torch.testing.assert_close(
             x.float() * descale[..., None, None], torch.cat([few, more], 2).float(), rtol=2**-3, atol=2e-3
         )
-    assert cache.layers[0].descales[0][1, 0] == scale[1, 0] and torch.equal(key[1, 0, :1].float(), first[1, 0].float())
+    assert layer.descales[0][1, 0] == scale[1, 0] and torch.equal(key[1, 0, :1].float(), first[1, 0].float())
     for x, code in ((math.inf, 448.0), (0.0, 0.0)):
-        last = cache.update(*[torch.full((2, 2, 1, 16), x, device=device).bfloat16()] * 2, 0)[0].float()
+        cache.update(*[torch.full((2, 2, 1, 16), x, device=device).bfloat16()] * 2, 0)
+        last = layer.keys.float()
         assert torch.equal(last[:, :, :8], key.float()) and (last[:, :, -1] == code).all()
 
 
@@ -791,6 +799,12 @@ def test_what_a_cache_in_float8_is_not_for(device):
     with pytest.raises(ValueError, match=r"float8_cache must have keys of 16 bits.*found torch\.float32"):
         model(prompts, past_key_values=door.float8_cache())
     model = model.to(torch.bfloat16)
+    for other, call in (("eager", "Tensor"), ("sdpa", "nn.functional.scaled_dot_product_attention")):
+        model.set_attn_implementation(other)
+        found = rf"past_key_values must not be a float8_cache unless .* found a call of torch\.{call}.*: load"
+        with torch.no_grad(), pytest.raises(ValueError, match=found):
+            model(prompts, past_key_values=door.float8_cache())
+    model.set_attn_implementation(NAME)
     for trained in ("q_proj", "k_proj", "v_proj"):  # of one layer, so that nothing else needs a gradient
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(f"layers.0.self_attn.{trained}" in name)

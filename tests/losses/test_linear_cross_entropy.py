@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from compare import assert_error_ratio, rms_error, unavoidable
 from processes import over_processes
 
+from flash_attn import _library
 from flash_attn.losses import _linear_head as linear_head
 from flash_attn.losses import linear_cross_entropy as module
 from flash_attn.losses.linear_cross_entropy import (
@@ -88,6 +89,13 @@ OPTIONS = [
 ]
 
 
+def inputs_for(options, device):
+    """`inputs` with labels that are classes of these options, or their ignore_index."""
+    tensors, labels = inputs(device=device)
+    labels[(labels < 0) | (labels >= options.get("num_classes", VOCAB))] = options.get("ignore_index", -100)
+    return tensors, labels
+
+
 def name_of(options):
     return "-".join(f"{key}={'some' if key == 'token_weights' else value}" for key, value in options.items()) or "plain"
 
@@ -96,10 +104,7 @@ def name_of(options):
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_loss_and_gradients(options, chunk_size, device):
     options = on(device, options)
-    tensors, labels = inputs(device=device)
-    labels[labels >= options.get("num_classes", VOCAB)] = -100
-    if "ignore_index" in options:
-        labels[labels == -100] = 3
+    tensors, labels = inputs_for(options, device)
     exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels, 0.7, **options)
     baseline = with_gradients(plain, tensors, labels, 0.7, **options)
     found = with_gradients(linear_cross_entropy, tensors, labels, 0.7, chunk_size=chunk_size, **options)
@@ -138,8 +143,7 @@ def of_logits(hidden, weight, labels, bias, **options):
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_loss_of_logits(options, device):
     options = on(device, options)
-    tensors, labels = inputs(device=device)
-    labels[labels >= options.get("num_classes", VOCAB)] = -100
+    tensors, labels = inputs_for(options, device)
     found = with_gradients(of_logits, tensors, labels, 0.7, **options)
     expected = with_gradients(linear_cross_entropy, tensors, labels, 0.7, **options)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -237,7 +241,8 @@ def test_nothing_is_computed_for_gradients_that_nobody_wants(monkeypatch, device
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_that_do_not_count_are_not_looked_at(value, device):
+def test_rows_that_do_not_count_are_not_looked_at(value, device, monkeypatch):
+    monkeypatch.setattr(_library, "can_be_read_at_once", lambda x: False)  # as for labels on a GPU
     tensors, labels = inputs(device=device)
     labels[3], labels[4] = VOCAB, -1
     expected = with_gradients(linear_cross_entropy, tensors, labels)
@@ -442,6 +447,7 @@ def test_compiled(device):
     [
         (dict(labels=torch.zeros(5, dtype=torch.int64)), ValueError, r"labels must have shape \(37,\), found \(5,\)"),
         (dict(labels=torch.zeros(37)), TypeError, "labels must have dtype torch.int32 or torch.int64"),
+        (dict(labels=torch.arange(37) + 20), ValueError, "labels must be -100 or from 0 to 52, found 53"),
         (dict(weight=torch.randn(53, 8)), ValueError, r"weight must have shape \(\*, 16\), found \(53, 8\)"),
         (dict(weight=torch.randn(53, 16).half()), TypeError, "weight must have dtype torch.float32"),
         (dict(bias=torch.randn(5)), ValueError, r"bias must have shape \(53,\)"),
@@ -473,6 +479,7 @@ def test_errors(change, error, says):
         (dict(logits=torch.randn(37, 53).double()), TypeError, "logits must have dtype torch.float32"),
         (dict(logits=torch.randn(53)), ValueError, "the number of dimensions of logits must be at least 2, found 1"),
         (dict(labels=torch.zeros(5, dtype=torch.int64)), ValueError, r"labels must have shape \(37,\), found \(5,\)"),
+        (dict(labels=torch.arange(37) - 1), ValueError, "labels must be -100 or from 0 to 52, found -1"),
         (dict(num_classes=54), ValueError, "num_classes must be from 1 to 53, the logits, found 54"),
         (dict(reduction="max"), ValueError, "reduction must be 'mean', 'sum' or 'none', found 'max'"),
         (dict(softcap=-1.0), ValueError, "softcap must be at least 0, found -1.0"),

@@ -391,7 +391,7 @@ def test_falcon_40b_in_its_first_form():
 
 def test_unknown_fields_of_gpt2_are_reported():
     with pytest.warns(UserWarning, match=r"GPT2Config: these fields are not known, .*: \['invented'\]"):
-        GPTLMHeadModel.from_config(config_of(invented=3, n_ctx=32), device="meta")
+        GPTLMHeadModel(config_of(invented=3, n_ctx=32), device="meta")
 
 
 def test_gptj_without_rotary_dim():
@@ -719,6 +719,8 @@ def test_last_tokens(device):
     model = GPTLMHeadModel(config_of(), device=device)
     x = ids(device=device)
     torch.testing.assert_close(model(x, num_last_tokens=3).logits, model(x).logits[:, -3:])
+    with pytest.raises(ValueError, match="num_last_tokens must be at least 0, found -1"):
+        model(x, num_last_tokens=-1)
     with pytest.raises(ValueError, match=r"input_ids must have shape \(batch, seqlen\), found \(12,\)"):
         model(x[0])
     with pytest.raises(ValueError, match=r"input_ids.shape\[1\] must be at most 32, the number of positions, found 33"):

@@ -76,6 +76,7 @@ def test_errors():
         ("position_ids", ids[None], ValueError, "position_ids must have shape"),
         ("position_ids", ids - 1, ValueError, "position_ids must be at least 0 and less than 9, found -1"),
         ("token_type_ids", ids[:, :4], ValueError, "token_type_ids must have shape"),
+        ("token_type_ids", ids + 2, ValueError, "token_type_ids must be at least 0 and less than 2, found 2"),
     ):
         with pytest.raises(error, match=message):
             BertEmbeddings(8, 20, 9, 2)(ids, **{name: wrong})

@@ -817,7 +817,7 @@ def test_odd_but_legal():
     assert torch.equal(found, expected)
     good = dict(x=X, norm_weight=W, norm_bias=None, linear_weight=X[0], linear_bias=None, eps=0.25)
     assert torch.equal(layer_norm_linear_fn(**good | dict(eps=torch.tensor(0.25))), layer_norm_linear_fn(**good))
-    with pytest.raises(ValueError, match="epsilon must not require grad, since no gradient is computed for it"):
+    with pytest.raises(ValueError, match="eps must not require grad, since no gradient is computed for it"):
         layer_norm_linear_fn(**good | dict(eps=torch.tensor(0.25, requires_grad=True)))
 
 
@@ -827,6 +827,7 @@ def test_odd_but_legal():
         (dict(x=X.double()), TypeError, "x must have dtype"),
         (dict(x1=X[0]), ValueError, "x1 must have shape"),
         (dict(x1=X, rowscale=X[..., 0]), ValueError, "rowscale must be None with x1"),
+        (dict(eps=-1.0), ValueError, r"^eps must be at least 0, found -1\.0"),
         (dict(bias1=W), ValueError, "weight1 must be given together with bias1"),
         (dict(weight1=W[:3]), ValueError, "weight1 must have shape"),
         (dict(out_dtype=torch.float64), TypeError, "out_dtype must be"),

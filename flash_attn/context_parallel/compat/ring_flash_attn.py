@@ -184,6 +184,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     Raises:
         ValueError: world_size does not divide the length.
+
+    Example:
+        >>> from flash_attn.context_parallel.compat.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
+        >>> llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 5, 8], dtype=torch.int32), True, rank=1, world_size=2)
+        (tensor([0, 1, 4], dtype=torch.int32), tensor([0, 5, 8], dtype=torch.int32), 3, 5, slice(0, 8, None))
     """
     starts = [0, *torch.tensor(_lengths(cu_seqlens)).cumsum(0).tolist()]
     fits = starts[-1] % world_size == 0
@@ -236,6 +241,18 @@ def llama3_flash_attn_varlen_func(
             causal.
         return_attn_probs: return (out, softmax_lse, None).
         group: a ProcessGroup; None: the default one.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel.compat import ring_flash_attn
+        >>> cu_seqlens = torch.tensor([0, 40, 64], dtype=torch.int32)
+        >>> *bounds, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 1)
+        >>> q, k, v = torch.randn(3, 64, 4, 16)
+        >>> ring_flash_attn.llama3_flash_attn_varlen_func(
+        ...     q, k, v, *bounds, heads_k_stride=1, local_k_slice=keys, causal=True, group=dist.group.WORLD).shape
+        torch.Size([64, 4, 16])
+        >>> dist.destroy_process_group()
     """
     if dropout_p or alibi_slopes is not None:
         raise ArgumentError("dropout_p and alibi_slopes must be left out where keys are gathered, found one of them")
@@ -354,15 +371,41 @@ ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_at
 ) = _varlen("zigzag")
 llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = _packed(llama3_flash_attn_varlen_func)
 
+
+def _example(name):
+    """Lines that call a function on one rank."""
+    packed = next((each for each in ("qkvpacked", "kvpacked") if f"_{each}_" in name), "")
+    tensors = {"qkvpacked": "qkv", "kvpacked": "q, kv", "": "q, k, v"}[packed]
+    batch = "" if "varlen" in name else "1, "
+    sizes = {
+        "qkvpacked": f"torch.randn({batch}64, 3, 4, 16)",
+        "kvpacked": f"torch.randn({batch}64, 4, 16), torch.randn({batch}64, 2, 4, 16)",
+        "": f"torch.randn(3, {batch}64, 4, 16)",
+    }[packed]
+    lines, bounds = [f"{tensors} = {sizes}"], ""
+    if "varlen" in name:
+        lines, bounds = [*lines, "cu_seqlens = torch.tensor([0, 40, 64], dtype=torch.int32)"], "cu_seqlens, 40, "
+    if "llama3" in name:
+        lines += ["*bounds, keys = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank=0, world_size=1)"]
+        bounds = "*bounds, 1, keys, "
+    lines += [f"{name}({tensors}, {bounds}causal=True, group=dist.group.WORLD).shape"]
+    return "\n".join(f"    >>> {line}" for line in lines) + f"\n    torch.Size([{batch}64, 4, 16])"
+
+
 for _name in __all__:
     _function = globals()[_name]
     if not _function.__doc__:
         _function.__name__ = _function.__qualname__ = _name
         _function.__doc__ = f"""`flash_attn.flash_attn_func` of a sequence that is divided over the ranks of a group.
 
-    from flash_attn.context_parallel.compat.ring_flash_attn import {_name}
-
 With the arguments of the package ring-flash-attention, and its division of tokens: one part of the sequence for each
 rank (ring), chunk r and, from the end, chunk r (zigzag), token r, r + ranks, ... (stripe), or one part of a row of
 documents (llama3); varlen divides each document so, and cu_seqlens counts the tokens of one rank.
+
+Example:
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+    >>> from flash_attn.context_parallel.compat.ring_flash_attn import {_name}
+{_example(_name)}
+    >>> dist.destroy_process_group()
 """

@@ -135,6 +135,16 @@ class LongContextAttention(_Attention):
         scatter_idx, gather_idx: must be 2 and 1: tensors are (batch, seqlen, heads, head_dim).
         ring_impl_type: how tokens are divided, a key of EXTRACT_FUNC_DICT.
         use_pack_qkv, use_sync, attn_type, attn_processor: of no effect.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel.compat.yunchang import LongContextAttention, set_seq_parallel_pg
+        >>> set_seq_parallel_pg(sp_ulysses_degree=1, sp_ring_degree=1, rank=0, world_size=1)
+        >>> q, k, v = torch.randn(3, 1, 64, 4, 16)
+        >>> LongContextAttention(ring_impl_type="zigzag")(q, k, v, causal=True).shape
+        torch.Size([1, 64, 4, 16])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -200,6 +210,15 @@ class UlyssesAttention(_Attention):
     Arguments:
         sequence_process_group: the ranks; None: all.
         The others are those of `LongContextAttention`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel.compat.yunchang import UlyssesAttention
+        >>> q, k, v = torch.randn(3, 1, 64, 4, 16)
+        >>> UlyssesAttention(dist.group.WORLD)(q, k, v, causal=True).shape
+        torch.Size([1, 64, 4, 16])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -266,6 +285,11 @@ def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, d
     """Returns the part of a whole sequence that a rank has, with ring_impl_type="basic".
 
     value: the sequence along dim. rank, world_size: among the ranks that share it. args, kwargs: of no effect.
+
+    Example:
+        >>> from flash_attn.context_parallel.compat.yunchang import basic_extract_local
+        >>> basic_extract_local(torch.arange(8)[None], rank=1, world_size=2)
+        tensor([[4, 5, 6, 7]])
     """
     return value.chunk(world_size, dim)[_place(rank, world_size)].detach().clone()
 
@@ -273,7 +297,13 @@ def basic_extract_local(value: Tensor, rank: int, world_size: int, *args: Any, d
 def zigzag_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """`basic_extract_local` with ring_impl_type="zigzag". rd, ud: the degrees of ring and ulysses."""
+    """`basic_extract_local` with ring_impl_type="zigzag". rd, ud: the degrees of ring and ulysses.
+
+    Example:
+        >>> from flash_attn.context_parallel.compat.yunchang import zigzag_extract_local
+        >>> zigzag_extract_local(torch.arange(8)[None], rank=0, world_size=2, rd=2, ud=1)
+        tensor([[0, 1, 6, 7]])
+    """
     ring, ulysses = divmod(_place(rank, world_size, ud), ud)
     chunks = value.chunk(2 * rd, dim)
     return torch.cat([chunks[ring], chunks[2 * rd - 1 - ring]], dim).chunk(ud, dim)[ulysses].detach().clone()
@@ -282,7 +312,13 @@ def zigzag_extract_local(
 def stripe_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int, ud: int, *args: Any, dim: int = 1, **kwargs: Any
 ) -> Tensor:
-    """`basic_extract_local` with ring_impl_type="strip". rd, ud: the degrees of ring and ulysses."""
+    """`basic_extract_local` with ring_impl_type="strip". rd, ud: the degrees of ring and ulysses.
+
+    Example:
+        >>> from flash_attn.context_parallel.compat.yunchang import stripe_extract_local
+        >>> stripe_extract_local(torch.arange(8)[None], rank=1, world_size=2, rd=2, ud=1)
+        tensor([[1, 3, 5, 7]])
+    """
     ring, ulysses = divmod(_place(rank, world_size, ud), ud)
     stripe = value.unflatten(dim, (-1, rd)).select(dim + 1, ring)
     return stripe.chunk(ud, dim)[ulysses].detach().clone()

@@ -195,6 +195,14 @@ def remap_state_dict(state_dict: Mapping[str, Tensor], config: Config) -> Ordere
 
     Keys that are not BERT's stay as they are. If vocab_size is rounded up, word embeddings and the decoder get more
     rows of zeros, and the decoder's bias more elements of -100.
+
+    Example:
+        >>> from flash_attn.models.bert import BertForMaskedLM, remap_state_dict
+        >>> import transformers
+        >>> config = transformers.BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> theirs = transformers.BertForMaskedLM(config).state_dict()
+        >>> BertForMaskedLM(config).load_state_dict(remap_state_dict(theirs, config))
+        <All keys matched successfully>
     """
     rest = _with_todays_names(state_dict)
     result = _converted(rest, config)
@@ -216,6 +224,14 @@ def inv_remap_state_dict(
     """The inverse of `remap_state_dict`, with vocab_size as it was before it was rounded up.
 
     legacy_names: norms have "gamma" and "beta", as in the first checkpoints of BERT, instead of "weight" and "bias".
+
+    Example:
+        >>> from flash_attn.models.bert import BertForMaskedLM, inv_remap_state_dict
+        >>> import transformers
+        >>> config = transformers.BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> state_dict = inv_remap_state_dict(BertForMaskedLM(config).state_dict(), config, legacy_names=False)
+        >>> transformers.BertForMaskedLM(config).load_state_dict(state_dict, strict=False).unexpected_keys
+        []
     """
     endings = {_DECODER_BIAS: _BIAS}
     if legacy_names:

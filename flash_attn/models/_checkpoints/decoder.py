@@ -13,7 +13,7 @@ from flash_attn.models._checkpoints.arguments import divided, dtype_of_config, o
 from flash_attn.models._checkpoints.reading import listed, pieces, wrong_tensors
 from flash_attn.models._checkpoints.tensor_parallel import shard_state_dict_tp
 from flash_attn.models._checkpoints.writing import number_of_bytes, state_to_save, write_folder
-from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
+from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, settings
 from flash_attn.models._family import find_family
 from flash_attn.utils.pretrained import (
     checkpoint_files,
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 def to_gpt2_config(config):
     """The GPT2Config of a configuration of any supported family. A GPT2Config is returned unchanged."""
     if is_gpt2_config(config):
-        return known_gpt2_config(config)
+        return config
     return find_family(model_type=_model_type(config)).to_gpt2_config(config)
 
 
@@ -97,7 +97,7 @@ def _family_and_config(model_name, config, name, hub):
             f"config must be of the checkpoint's family, {family.name}, or a GPT2Config, found model_type {given!r}"
         )
     config = _config_object(found) if config is None else config
-    return family, known_gpt2_config(config) if is_gpt2_config(config) else family.to_gpt2_config(config)
+    return family, config if is_gpt2_config(config) else family.to_gpt2_config(config)
 
 
 def _model_type(config):

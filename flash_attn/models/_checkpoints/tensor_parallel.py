@@ -43,6 +43,14 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
     Raises ValueError, before anything is changed, unless there are at least as many query heads as processes, and
     world_size divides the padded vocabulary, the features, those within the MLP, and those of keys and values if they
     are divided; and if weights that the configuration ties differ.
+
+    Example:
+        >>> from flash_attn.models.gpt import GPTLMHeadModel, shard_state_dict_tp
+        >>> from transformers import GPT2Config
+        >>> config = GPT2Config(vocab_size=100, n_embd=64, n_layer=1, n_head=4)
+        >>> part = shard_state_dict_tp(GPTLMHeadModel(config).state_dict(), config, world_size=2, rank=0)
+        >>> part["transformer.layers.0.mixer.Wqkv.weight"].shape
+        torch.Size([96, 64])
     """
     s = settings(config)
     check_world_size(s, world_size)
@@ -71,6 +79,15 @@ def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) ->
 
     Embeddings that are divided by columns, as in Meta's files, are put together, too. Raises ValueError for a number of
     processes that `shard_state_dict_tp` refuses, if one lacks its part of a tensor, and if its Wqkv has other rows.
+
+    Example:
+        >>> from flash_attn.models.gpt import GPTLMHeadModel, combine_state_dicts_tp, shard_state_dict_tp
+        >>> from transformers import GPT2Config
+        >>> config = GPT2Config(vocab_size=100, n_embd=64, n_layer=1, n_head=4)
+        >>> model = GPTLMHeadModel(config)
+        >>> parts = [shard_state_dict_tp(model.state_dict(), config, 2, rank) for rank in range(2)]
+        >>> model.load_state_dict(combine_state_dicts_tp(parts, config))
+        <All keys matched successfully>
     """
     s = settings(config)
     check_world_size(s, len(state_dicts))

@@ -180,6 +180,15 @@ def remap_state_dict_timm(state_dict: Mapping[str, Any], model: Any) -> OrderedD
     """The state dict of timm's VisionTransformer, with the names of `model`, which has the same options.
 
     A state dict that already has the names of `model` is returned unchanged.
+
+    Example:
+        >>> from flash_attn.models.vit import VisionTransformer, inv_remap_state_dict_timm, remap_state_dict_timm
+        >>> model = VisionTransformer(img_size=32, patch_size=16, embed_dim=64, depth=1, num_heads=4)
+        >>> timm = inv_remap_state_dict_timm(model.state_dict(), model)
+        >>> "blocks.0.attn.qkv.weight" in timm
+        True
+        >>> model.load_state_dict(remap_state_dict_timm(timm, model))
+        <All keys matched successfully>
     """
     result = OrderedDict((_renamed(key, _NAMES.items()), tensor) for key, tensor in state_dict.items())
     if _PATCHES in result and isinstance(model.patch_embed, PatchEmbed):  # which has no convolution, as timm's has

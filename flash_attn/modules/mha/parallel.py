@@ -37,6 +37,15 @@ class ParallelMHA(MultiHeadAttention):
     process, whose gradients are summed over the group in the backward.
 
     Raises TypeError or ValueError for sizes and options that do not go together.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.modules.mha import ParallelMHA
+        >>> mha = ParallelMHA(64, 4, dist.group.WORLD, causal=True, use_flash_attn=True)
+        >>> mha(torch.randn(2 * 10, 64), seqlen=10).shape  # the tokens of both sequences, divided over the processes
+        torch.Size([20, 64])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

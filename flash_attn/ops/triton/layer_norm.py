@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from flash_attn._ops import checks, fusing, layer_norm
 
-_NAMES = "x", "weight", "bias"
+_NAMES = "x", "weight", "bias", "eps"
 
 
 @overload
@@ -410,6 +410,12 @@ def layer_norm_ref(
 
     The masks are bool, true for kept; without them, dropout draws its own. Returns what `layer_norm_fn` does, without
     masks; h has the dtype in which it is computed.
+
+    Example:
+        >>> from flash_attn.ops.triton.layer_norm import layer_norm_fn, layer_norm_ref
+        >>> x, weight, bias = torch.randn(4, 8), torch.randn(8), torch.randn(8)
+        >>> torch.allclose(layer_norm_fn(x, weight, bias), layer_norm_ref(x, weight, bias), atol=1e-5)
+        True
     """
     normalise = functools.partial(_layer_norm, eps=eps)
     return _reference(
@@ -448,7 +454,14 @@ def rms_norm_ref(
     dropout_mask1: torch.Tensor | None = None,
     upcast: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-    """`layer_norm_ref` for RMSNorm."""
+    """`layer_norm_ref` for RMSNorm.
+
+    Example:
+        >>> from flash_attn.ops.triton.layer_norm import rms_norm_fn, rms_norm_ref
+        >>> x, weight = torch.randn(4, 8), torch.randn(8)
+        >>> torch.allclose(rms_norm_fn(x, weight, None), rms_norm_ref(x, weight, None), atol=1e-5)
+        True
+    """
     normalise = functools.partial(_rms_norm, eps=eps)
     return _reference(
         normalise,

@@ -20,7 +20,17 @@ from flash_attn.utils.generation.sampling import _check_in_vocabulary, _check_sa
 
 @dataclasses.dataclass
 class GreedySearchDecoderOnlyOutput:
-    """The sequences (batch, length) int64, and the logits (batch, vocab) of each new token, or None."""
+    """The sequences (batch, length) int64, and the logits (batch, vocab) of each new token, or None.
+
+    Example:
+        >>> from flash_attn.models.gpt import GPTLMHeadModel
+        >>> from transformers import GPT2Config
+        >>> model = GPTLMHeadModel(GPT2Config(vocab_size=100, n_embd=64, n_layer=1, n_head=4)).eval()
+        >>> options = dict(return_dict_in_generate=True, output_scores=True)
+        >>> output = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, eos_token_id=None, **options)
+        >>> output.sequences.shape, len(output.scores)
+        (torch.Size([1, 7]), 4)
+    """
 
     sequences: Tensor
     scores: tuple[Tensor, ...] | None = None
@@ -198,7 +208,14 @@ class _Rows:
 
 
 class GenerationMixin:
-    """`generate` for models that are called as `flash_attn.utils.generation` says."""
+    """`generate` for models that are called as `flash_attn.utils.generation` says.
+
+    Example:
+        >>> from flash_attn.models.gpt import GPTLMHeadModel
+        >>> from flash_attn.utils.generation import GenerationMixin
+        >>> issubclass(GPTLMHeadModel, GenerationMixin)
+        True
+    """
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any

@@ -22,7 +22,17 @@ Copies = list[tuple[int, int]]  # pages (from, to)
 
 
 class OutOfPages(RuntimeError):
-    """There are fewer free pages than a sequence needs. Nothing has changed: free a sequence, and try again."""
+    """There are fewer free pages than a sequence needs. Nothing has changed: free a sequence, and try again.
+
+    Example:
+        >>> from flash_attn.utils.generation import OutOfPages, PageAllocator
+        >>> pages = PageAllocator(num_pages=4, page_size=16)
+        >>> try:
+        ...     pages.allocate("a", 100)
+        ... except OutOfPages:
+        ...     print("the request waits")
+        the request waits
+    """
 
 
 class PageAllocator:
