@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     total = sum(items.values())
     fits = "fits in" if total <= machine.memory else "does not fit in"
     print(f"  {'sum':34} {total:7.1f}   {fits} {machine.memory:.0f}; {_lever(model, args, cp, options, total)}")
+    if options.offload:
+        host = _estimate.kept(model, args.seqlen / cp, args.tp, options)
+        print(f"  in the memory of the host, for each GPU {host:.1f} GB")
     longest = _estimate.longest(model, machine, cp, args.tp, cp, options)
     print(f"  the longest sequence that fits: {longest:,} tokens")
     seconds = _estimate.step_seconds(model, machine, args.seqlen, cp, args.tp, options, best)

@@ -131,6 +131,12 @@ def attention(model: Model, machine: Machine, tokens: int, ranks: int, options: 
 # A step
 
 
+def kept(model: Model, tokens: float, tp: int, options: Options) -> float:
+    """GB of what blocks keep of so many tokens of a GPU: their input and the residual; and attention's out, if asked."""
+    out = model.heads * model.head_dim if options.keep_attention else 0
+    return 1e-9 * model.layers * tokens * 2 * (2 * model.width + out) / tp
+
+
 def memory(model: Model, tokens: int, cp: int, tp: int, shards: int, options: Options) -> dict[str, float]:
     """GB of each item on a GPU; tokens: of one sequence. shards: over how many GPUs parameters are divided."""
     n, gb = tokens / cp, 1e-9
@@ -138,10 +144,9 @@ def memory(model: Model, tokens: int, cp: int, tp: int, shards: int, options: Op
     gathered = tokens * kv * 2  # keys and values; sums of their gradients, in float32, take twice as much
     held = gathered / math.ceil(gathered / LARGEST_GROUP)
     own = n * (4 * q + 2 * kv) * 2 + n * q * 2  # q, out, dout, dq; keys and values and their gradients; a copy of out
-    kept = n * model.width * 2 * model.layers + (n * q * 2 * model.layers if options.keep_attention else 0)
     return {
         "parameters, gradients, optimizer": 16 * model.parameters / (shards * tp) * gb,
-        "inputs of blocks, kept": (0 if options.offload else kept / (1 if tp == 1 else tp)) * gb,
+        "inputs of blocks, kept": 0 if options.offload else kept(model, n, tp, options),
         "attention": (own + (3 * held if cp > 1 else 0)) * gb,
         "MLP": 6 * n * model.ffn / tp * 2 / options.mlp_chunks * gb,
         "loss": (min(n, options.loss_chunk) * model.vocab / tp * 2 + model.vocab / tp * model.width * 4) * gb,
