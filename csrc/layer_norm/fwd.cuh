@@ -40,17 +40,20 @@ struct FwdConfig : Elements<kTypes> {
   static constexpr bool kWhole = kThreads < kMaxThreads;  // a block has whole rows; otherwise a cluster may share them
 
   // Thread blocks per SM that the registers must allow: 48 registers for a thread with 2 accesses (64 if ragged), 80
-  // with 4, 128 with 8 and in kernels that do everything. More registers leave too few threads to hide latency; fewer
-  // would spill.
+  // with 4, 128 with 8 and in kernels that do everything; where x0 is alone, 40, 64 and 80. More registers leave too
+  // few threads to hide latency; fewer would spill.
   static constexpr int kBlocks = kAll                  ? kMaxThreads / kThreads
+                                 : kAlone              ? (kVecs == kUsualVecs ? 6
+                                                          : kWhole            ? 4
+                                                                              : 1)
                                  : kVecs == kUsualVecs ? (kWhole ? 5 : 2)
                                                        : (kWhole ? 3 : 1);
 
-  // The threads to count on for that: a ninth warp leaves 72 registers with 4 accesses, so that an SM holds 28 warps.
-  static constexpr int kBoundThreads = kAlone && kWhole && kVecs == 4 ? kThreads + 32 : kThreads;
+  // The threads to count on for that: three blocks of 256 with 8 accesses.
+  static constexpr int kBoundThreads = kAlone && !kWhole ? 768 : kThreads;
 
   // The registers for weights and biases, where x0 is alone.
-  static constexpr int kAffineRegisters = kWhole ? 16 : 32;
+  static constexpr int kAffineRegisters = 16;
 };
 
 // The vectors that are added to get a vector of h.
@@ -126,7 +129,6 @@ struct RowScaling {
 template <typename Config, int kVec = Config::kVec>
 __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, const FwdParams& p, const RowScaling& row,
                              const AnyVec<kVec>& drawn, int col, bool store_masks) {
-  if constexpr (Config::kAlone) return widen(h, vec.x0, Config::kX);
   const Problem& problem = p.problem;
   const auto drop_branch = [&](float (&values)[kVec], const AnyVec<kVec>& drawn, int64_t row_of_branch, uint8_t* mask) {
 #pragma unroll
@@ -195,6 +197,37 @@ __device__ float count_of_warp(int cols, int tile) {
   return static_cast<float>(count);
 }
 
+// What a thread holds of a row of h. x0 alone stays as it is stored, which in 16 bits takes half as many registers, so
+// that more blocks fit a multiprocessor. It is widened wherever it is used; without `keep_as_stored`, nvcc would do so
+// once and keep the result.
+template <typename Config>
+struct HeldRow {
+  using Wide = float[Config::kVec];
+  std::conditional_t<Config::kAlone, AnyVec<Config::kVec>, Wide> vecs[Config::kVecs];
+  float centre = 0.f;  // what is subtracted from x0 alone
+
+  // Calls fn with vector j in fp32.
+  template <typename Fn>
+  __device__ void visit(int j, Fn&& fn) {
+    if constexpr (Config::kAlone) {
+      Wide wide;
+      keep_as_stored(vecs[j]);
+      widen(wide, vecs[j], Config::kX);
+#pragma unroll
+      for (float& value : wide) value -= centre;
+      fn(wide);
+    } else {
+      fn(vecs[j]);
+    }
+  }
+
+ private:
+  __device__ static void keep_as_stored(AnyVec<Config::kVec>& vec) {
+#pragma unroll
+    for (uint32_t& word : vec.words) asm volatile("" : "+r"(word));
+  }
+};
+
 // Computes the moments of a row. walk(visit) must call visit(h, col) for each vector of the thread; elements outside
 // the row must be 0.
 template <typename Config, typename Walk>
@@ -208,8 +241,7 @@ __device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, int t
     if (!is_rms_norm) return;
     for (float value : h) squares += value * value;
   });
-  add_up_lanes(lanes, sum);
-  if (is_rms_norm) add_up_lanes(lanes, squares);
+  is_rms_norm ? add_up_lanes(lanes, sum, squares) : add_up_lanes(lanes, sum);
   if (Config::kRagged) add_up_lanes(lanes, count);
   float mean = count > 0.f ? sum * ptx::reciprocal(count) : 0.f;
   if (!is_rms_norm) {
@@ -225,14 +257,16 @@ __device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, int t
   if (exchange.has_others()) {
     exchange.give({mean, squares, count});
     sum = squares = 0.f;
-    exchange.for_each([&](const Part& part) { sum += part.x * part.z; });
-    add_up_lanes(exchange.lanes(), sum);
+    exchange.for_each([&](const Part& part) { sum += part.x * part.z, squares += is_rms_norm ? part.y : 0.f; });
+    is_rms_norm ? add_up_lanes(exchange.lanes(), sum, squares) : add_up_lanes(exchange.lanes(), sum);
     mean = sum * scale;
-    exchange.for_each([&](const Part& part) {
-      const float apart = is_rms_norm ? 0.f : part.x - mean;
-      squares += part.y + part.z * (apart * apart);
-    });
-    add_up_lanes(exchange.lanes(), squares);
+    if (!is_rms_norm) {
+      exchange.for_each([&](const Part& part) {
+        const float apart = part.x - mean;
+        squares += part.y + part.z * (apart * apart);
+      });
+      add_up_lanes(exchange.lanes(), squares);
+    }
   }
   return {mean, rsqrtf(squares * scale + p.eps), centre};
 }
@@ -241,12 +275,14 @@ __device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, int t
 // centre.
 template <typename Config, typename ForEach>
 __device__ Moments moments_of_row(const FwdParams& p, PartExchange& exchange, int64_t row, bool row_exists, int tile,
-                                  float (&h)[Config::kVecs][Config::kVec], const ForEach& for_each) {
+                                  HeldRow<Config>& h, const ForEach& for_each) {
   if constexpr (Config::kTiled) {
     return {p.mean[row], p.rstd[row]};
   } else {
-    const Moments found = row_moments<Config>(
-        p, exchange, tile, [&](auto&& visit) { for_each([&](int j, int col) { visit(h[j], col); }); });
+    const Moments found = row_moments<Config>(p, exchange, tile, [&](auto&& visit) {
+      for_each([&](int j, int col) { h.visit(j, [&](auto& vec) { visit(vec, col); }); });
+    });
+    h.centre = found.centre;
     if (row_exists && tile == 0 && threadIdx.x == 0) p.mean[row] = found.mean, p.rstd[row] = found.rstd;
     return found;
   }
@@ -293,7 +329,7 @@ struct Affine {
 // Normalises h and stores the outputs of the row, if it has any.
 template <typename Config, typename ForEach>
 __device__ void store_normalised(const FwdParams& p, const Moments& found, int64_t row, bool row_exists,
-                                 float (&h)[Config::kVecs][Config::kVec], const ForEach& for_each) {
+                                 HeldRow<Config>& h, const ForEach& for_each) {
   constexpr bool kRagged = Config::kRagged;
   const Problem& problem = p.problem;
   const int64_t out_row = Config::kAll && row_exists ? row_in_subset(problem.out_subset, row, problem.out_rows) : row;
@@ -311,9 +347,11 @@ __device__ void store_normalised(const FwdParams& p, const Moments& found, int64
       for_each([&](int j, int col) { columns[j - begin].load(problem, col); }, begin, end);
       for_each(
           [&](int j, int col) {
-            normalise(h[j], found.rstd, shift);
-            columns[j - begin].apply(h[j], problem);
-            store_row<kRagged>(out, Config::kX, col, problem.cols, h[j]);
+            h.visit(j, [&](auto& y) {
+              normalise(y, found.rstd, shift);
+              columns[j - begin].apply(y, problem);
+              store_row<kRagged>(out, Config::kX, col, problem.cols, y);
+            });
           },
           begin, end);
     }
@@ -323,19 +361,19 @@ __device__ void store_normalised(const FwdParams& p, const Moments& found, int64
       problem.bias.data ? store_groups(kWeights, Constant<true>{}) : store_groups(kWeights, Constant<false>{});
     } else {
       for_each([&](int j, int col) {
-        normalise(h[j], found.rstd, shift);
+        normalise(h.vecs[j], found.rstd, shift);
         store_affine<kRagged>(out, Config::kX, col, problem, {problem.weight.data, kWeights},
-                              {problem.bias.data, kWeights}, h[j]);
+                              {problem.bias.data, kWeights}, h.vecs[j]);
       });
     }
   };
   if constexpr (Config::kAll) {
     char* const out1 = row_of(p.out1, Config::x(p.out1.dtype), out_row);
     for_each([&](int j, int col) {
-      normalise(h[j], found.rstd, shift);
-      store_affine<kRagged>(out, Config::x(p.out.dtype), col, problem, problem.weight, problem.bias, h[j]);
+      normalise(h.vecs[j], found.rstd, shift);
+      store_affine<kRagged>(out, Config::x(p.out.dtype), col, problem, problem.weight, problem.bias, h.vecs[j]);
       if (!p.out1.data) return;
-      store_affine<kRagged>(out1, Config::x(p.out1.dtype), col, problem, problem.weight1, problem.bias1, h[j]);
+      store_affine<kRagged>(out1, Config::x(p.out1.dtype), col, problem, problem.weight1, problem.bias1, h.vecs[j]);
     });
   } else if (problem.weight.dtype == DType::kFloat32) {
     store_out(Constant<DType::kFloat32>{});
@@ -378,12 +416,16 @@ __global__ __launch_bounds__(Config::kBoundThreads,
   const RowScaling scaling(problem, row, x0_row);
   AnyVec<kVec> drawn[kVecs];
   for_each([&](int j, int col) { drawn[j] = scaling.draw<Config>(col); });
-  float h[kVecs][kVec];
+  HeldRow<Config> h;
   char* const h_row = row_of(p.h, Config::h(p.h.dtype), row);
   for_each([&](int j, int col) {
     if (kRagged && j == 0 && col < 0) sources.add_ends(branches[0], ends, p, col);
-    sum_branches<Config>(h[j], branches[j], p, scaling, drawn[j], col, /*store_masks=*/true);
-    if (!Config::kAlone && p.h.data) store_row<kRagged>(h_row, Config::h(p.h.dtype), col, problem.cols, h[j]);
+    if constexpr (Config::kAlone) {
+      h.vecs[j] = branches[j].x0;
+    } else {
+      sum_branches<Config>(h.vecs[j], branches[j], p, scaling, drawn[j], col, /*store_masks=*/true);
+      if (p.h.data) store_row<kRagged>(h_row, Config::h(p.h.dtype), col, problem.cols, h.vecs[j]);
+    }
   });
 
   if (Config::kTiled && !row_exists) return;

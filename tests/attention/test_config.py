@@ -645,10 +645,17 @@ def test_hopper_plan(host):
         (1 << 20, dict(causal=True, window_left=8190), False, False),
         (1 << 20, dict(causal=True, window_left=8191), True, False),
         (1 << 20, dict(causal=True, window_left=16383), True, True),
+        (16383, dict(head_dim=256), True, False),
+        (16384, dict(head_dim=256, causal=True), True, True),
+        (16384, dict(head_dim=192), False, False),
+        (16384, dict(head_dim=64), True, False),
+        # 256 tiles of 128 rows or 176 of 192 are two waves; 320 are three, and 220 two.
+        (4096, dict(batch=1, heads_k=8, head_dim=64, longest_k=77), False, False),
+        (4096, dict(batch=1, heads=10, heads_k=10, head_dim=64, longest_k=77), True, False),
     ],
 )
 def test_long_rows(host, rows, changes, wide, paired):
-    """Wide tiles, and pairs of thread blocks that share them, by how many keys a row sees."""
+    """Wide tiles, and pairs of thread blocks that share them, by how many keys a row sees, and by waves."""
     long = Problem(heads_k=8, seqlen_q=rows, longest_q=rows, longest_k=rows, has_sm90=True)
     plan = plan_of(host, dataclasses.replace(long, **changes))
     assert (plan.kernel, plan.wide, plan.paired) == (SM90, wide, paired)

@@ -242,10 +242,19 @@ inline int64_t most_seen_keys(const Problem& p, const FwdHints& hints) {
   return std::min(hints.longest_k, int64_t{p.window_left} + p.window_right + 1);
 }
 
+// Whether tiles of 192 rows, all alike, need fewer waves of thread blocks than those of 128. One or two waves may not:
+// then each takes longer for nothing.
+inline bool saves_waves(const Problem& p, const FwdHints& hints) {
+  const int64_t heads = int64_t{p.heads} * (p.cu_seqlens_q ? 1 : p.batch), blocks = std::max(1, hints.multiprocessors);
+  const auto waves = [&](int rows) { return ceil_div(heads * slots_for(p, /*packed_heads=*/1, rows), blocks); };
+  return waves(192) < waves(128);
+}
+
 // Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
 // more scores that the mask hides: a window of 1024 keys in 16384 rows of 128 channels takes 12 % longer in wide tiles.
 inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   const int head_dim = sm90_head_dims(p.head_dim, p.head_dim_v).of_keys;
+  if (head_dim <= 96 && !rows_differ(p) && !saves_waves(p, hints)) return false;
   if (head_dim == 64) return hints.longest_q >= (rows_differ(p) ? 2048 : 512);
   if (head_dim == 96) return hints.longest_q >= (rows_differ(p) ? 8192 : 2048);
   if (head_dim == 128) return most_seen_keys(p, hints) >= 8192;
