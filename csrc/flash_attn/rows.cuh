@@ -9,6 +9,7 @@
 #include "flash_attn/params.h"
 #include "flash_attn/scores/mask.cuh"
 #include "flash_attn/sequence.cuh"
+#include "ptx/copy.cuh"
 #include "tile/load.cuh"
 
 namespace flash::flash_attn {
@@ -79,18 +80,31 @@ struct PageTable {
     const int page = pages ? min(static_cast<unsigned>(__ldg(pages + index)), last_page) : only_page;
     return {page, page_size.remainder(position, index)};
   }
+
+  // The same without waiting for the page, which is as the table names it: `existing` replaces it before it is used.
+  __device__ Place find_early(int row) const {
+    const int position = first_position + min(max(row, 0), count - 1), index = page_size.divide(position);
+    return {ptx::load_early(pages + index, pages != nullptr, only_page), page_size.remainder(position, index)};
+  }
+  __device__ Place existing(const Place& place) const {
+    return {static_cast<int>(min(static_cast<unsigned>(place.page), last_page)), place.row};
+  }
 };
 
-// The places of those rows of a tile that a thread loads, looked up ahead of the copies.
-template <typename Tile, int kThreads>
+// The places of those rows of a tile that a thread loads, looked up ahead of the copies. kLanes: load_own_rows_async.
+template <typename Tile, int kThreads, int kLanes = Tile::kPanelChunks, bool kEarly = false>
 struct LoadedPlaces {
-  static constexpr int kStep = kThreads / Tile::kPanelChunks;
+  static constexpr int kStep = kThreads / kLanes;
   Place places[Tile::kRows / kStep];
 
   __device__ void find(const PageTable& table, int first_row) {
 #pragma unroll
-    for (int i = 0; i < Tile::kRows / kStep; ++i) places[i] = table.find(first_row + i * kStep);
+    for (int i = 0; i < Tile::kRows / kStep; ++i) {
+      const int row = first_row + i * kStep;
+      places[i] = kEarly ? table.find_early(row) : table.find(row);
+    }
   }
+  __device__ Place place(const PageTable& table, int i) const { return kEarly ? table.existing(places[i]) : places[i]; }
 };
 
 // Rows of k or v in pages, from `row` on, looked up one at a time.
@@ -129,7 +143,7 @@ struct FoundRows {
   __device__ void move(int) { ++index; }
   __device__ bool exists() const { return table.has(row + index * Places::kStep); }
   __device__ T* address() const {
-    const Place& place = found.places[index];
+    const Place place = found.place(table, index);
     const uint64_t chunks =
         uint64_t{static_cast<uint32_t>(place.page)} * page_stride + uint64_t{static_cast<uint32_t>(place.row)} * stride;
     return reinterpret_cast<T*>(data + chunks);
@@ -142,11 +156,11 @@ using KeyRows =
 
 // The keys or values of a key block and of those that follow, from the first row that this thread loads. Rows are
 // counted from the first key that some row of the tile sees; those outside of the seen keys do not exist.
-template <typename Config, typename Tile, typename Work>
+template <typename Config, typename Tile, int kLanes = Tile::kPanelChunks, typename Work>
 __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const void>& x, const Work& work, int block) {
   using T = typename Config::T;
   const int head = work.tile.key_head, count = work.seen.last - work.seen.first + 1;
-  const int row = block * Config::kKeys - work.seen.first + first_loaded_row<Config::kThreads, Tile>();
+  const int row = block * Config::kKeys - work.seen.first + first_loaded_row<Config::kThreads, Tile, kLanes>();
   const int64_t first = work.seq.k.first + work.seen.first;
   if constexpr (!Config::kPaged) {
     return {first_token<T>(x, Span{work.seq.k.batch, first + row, count}, head), x.seqlen, row, count};

@@ -29,11 +29,11 @@ struct StridedRows {
 };
 
 // kThreads threads load a tile together: a thread block, some of its warps, or each warp for itself. A row of a panel
-// is loaded by as many neighbouring threads as it has chunks: 128 (or 64) contiguous bytes. Returns the first row of
-// this thread.
-template <int kThreads, typename Tile>
+// is loaded by kLanes neighbouring threads, as many as it has chunks: 128 (or 64) contiguous bytes; or by fewer, each
+// of which then has fewer rows, and finds fewer addresses. Returns the first row of this thread.
+template <int kThreads, typename Tile, int kLanes = Tile::kPanelChunks>
 __device__ int first_loaded_row() {
-  return threadIdx.x % kThreads / Tile::kPanelChunks;
+  return threadIdx.x % kThreads / kLanes;
 }
 
 struct CopyChunk {
@@ -44,12 +44,12 @@ struct CopyChunk {
 
 // Starts the copies of a tile with a cursor that stands at this thread's first row. Rows are aligned to 16 bytes, and
 // cols is a multiple of 8. kAllExist: all rows are known to exist. copy(shared, global, valid) starts one copy.
-template <int kThreads, bool kAllExist, typename Tile, typename Rows, typename Copy = CopyChunk>
+template <int kThreads, bool kAllExist, int kLanes, typename Tile, typename Rows, typename Copy = CopyChunk>
 __device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&& copy = {}) {
-  constexpr int kLanes = Tile::kPanelChunks, kStep = kThreads / kLanes;
+  constexpr int kStep = kThreads / kLanes;
   static_assert(Tile::kRows % kStep == 0);
   const int chunk = threadIdx.x % kLanes;
-  const uint32_t origin = tile.address(first_loaded_row<kThreads, Tile>(), chunk);
+  const uint32_t origin = tile.address(first_loaded_row<kThreads, Tile, kLanes>(), chunk);
 #pragma unroll
   for (int row = 0; row < Tile::kRows; row += kStep) {
     const auto* source = rows.address() + chunk * Tile::kChunk;
@@ -57,11 +57,19 @@ __device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&
     const uint32_t target = (origin ^ Tile::turn(row)) + Tile::distance(row, 0);
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      const bool valid = exists && (panel * kLanes + chunk) * Tile::kChunk < cols;
-      copy(target + Tile::distance(0, panel), source + panel * Tile::kPanelCols, valid);
+#pragma unroll
+      for (int part = 0; part < Tile::kPanelChunks; part += kLanes) {
+        const int col = panel * Tile::kPanelCols + part * Tile::kChunk;
+        const bool valid = exists && col + chunk * Tile::kChunk < cols;
+        copy((target ^ Tile::flip(part)) + Tile::distance(0, panel), source + col, valid);
+      }
     }
     rows.move(kStep);
   }
+}
+template <int kThreads, bool kAllExist, typename Tile, typename Rows, typename Copy = CopyChunk>
+__device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&& copy = {}) {
+  load_own_rows_async<kThreads, kAllExist, Tile::kPanelChunks>(tile, rows, cols, copy);
 }
 
 // The same for elements with any alignment and stride `step`, through registers: done when it returns.

@@ -12,9 +12,9 @@
 // pipeline as above, except that the two exchange partial sums of S and so wait for each other.
 //
 // A cache of codes in 8 bits (DecodeKind::kCoded) is half as many bytes to copy. Codes are converted to fp16 on the way
-// from shared memory to the registers of a product: for 16 keys of 128 channels, 80 instructions more, and 16 less of
-// copies and ldmatrix, where there are 380 to 470. Sums, splits and n_blocks are those of the same call in fp16, and so
-// are the bits.
+// from shared memory to the registers of a product: for 16 keys of 128 channels, 80 instructions more, where there are
+// as many less to find pages and addresses. Sums, splits and n_blocks are those of the same call in fp16, and so are
+// the bits.
 //
 // Where the cache is small, most of the time passes before the first copy, after the last product, and in fetching
 // instructions. So the code is kept short.
