@@ -112,13 +112,15 @@ void widen_keys(FwdParams& p, flash_attn::WidenParams& all, Widened& x, const Te
              .count = problem.batch};
 }
 
-// Has what a call with codes reads converted to fp16, as far as its kernel does not do so itself.
-Widened widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q) {
+// Has what a call with codes reads converted to fp16, as far as its kernel does not do so itself. of_many_rows: keys of
+// entries with many rows in any case, and of no others.
+Widened widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q, bool of_many_rows) {
   FwdParams& p = call.p;
   flash_attn::WidenParams all{
       .fwd = p, .longest_q = static_cast<int>(call.longest_q), .longest_k = static_cast<int>(call.longest_k)};
   Widened x;
-  if (!reads_codes(p, hints)) widen_keys(p, all, x, q);
+  if (of_many_rows) all.least_rows = flash_attn::kMostCodedRows + 1;
+  if (of_many_rows || !reads_codes(p, hints)) widen_keys(p, all, x, q);
   if (p.out_dtype != p.problem.dtype && !reads_queries(p, hints)) {
     x.q = new_tensor_of(q.sizes(), aoti_torch_dtype_float16(), q);
     all.q = mutable_ref(*x.q);
@@ -241,14 +243,24 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   const flash_attn::FwdHints hints = hints_of(call, q.get_device_index());
   p.one_instance = hints.invariance == 2;
   std::optional<Widened> widened;
+  bool many_among_few = false;
   if (p.coded) {
     if (append != nullptr) p.q = append_apart(*std::exchange(append, nullptr), q);
     p.aligned = all_aligned(p);
-    widened = widen(call, hints, q);
+    many_among_few = has_many_rows_among_few(p, hints);
+    FwdParams few = p;
+    widened = widen(call, hints, q, many_among_few);
     p.aligned = all_aligned(p);
+    if (many_among_few) {
+      few.q = p.q;
+      flash_attn::FwdChoice choice = plan_fwd(few, hints);
+      leave_many_rows(choice.plan);
+      launch(few, choice, q);
+    }
   }
   place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
   flash_attn::FwdChoice choice = plan_fwd(p, hints);
+  if (many_among_few) leave_few_rows(choice.plan);
   if (append != nullptr && appends_in_decoding(p, choice.plan, append->p, hints)) {
     std::get<flash_attn::DecodePlan>(choice.plan).append = &append->p;
   } else if (append != nullptr) {

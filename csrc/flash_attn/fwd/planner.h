@@ -335,11 +335,11 @@ inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, i
 
 // Whether instances for codes take a problem of serving. They have tiles of 64 rows, each of which is converted anew:
 // from about 256 rows an entry on, it is faster to convert all keys once, and to have tiles of 128 rows.
+constexpr int kMostCodedRows = 256;
 inline bool suits_coded_serving(const Problem& p) {
-  constexpr int kMostRows = 256;
   const HeadDims built = ServingKernel::head_dims(p);
   const int64_t rows = int64_t{p.seqlen_q} * (p.heads / p.heads_k) / (p.cu_seqlens_q ? std::max(p.batch, 1) : 1);
-  return rows <= kMostRows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});
+  return rows <= kMostCodedRows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});
 }
 
 // Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.
@@ -531,6 +531,16 @@ inline bool reads_codes(const FwdParams& p, const FwdHints& hints) {
   const FwdPlan plan = plan_fwd(p, hints).plan;
   return std::holds_alternative<CodedDecodePlan>(plan) || std::holds_alternative<CodedServingPlan>(plan);
 }
+
+// Whether that is a kernel for few rows, and some entries have many. These are left to a second launch, for which their
+// keys alone are converted. leave_many_rows and leave_few_rows make the plans of the two.
+inline bool has_many_rows_among_few(const FwdParams& p, const FwdHints& hints) {
+  const Problem& problem = p.problem;
+  return problem.cu_seqlens_q && hints.longest_q * (problem.heads / problem.heads_k) > kMostCodedRows && p.coded &&
+         p.aligned && std::holds_alternative<CodedServingPlan>(plan_fwd(p, hints).plan);
+}
+inline void leave_many_rows(FwdPlan& plan) { std::get<CodedServingPlan>(plan).most_rows = kMostCodedRows; }
+inline void leave_few_rows(FwdPlan& plan) { std::get<ServingPlan>(plan).least_rows = kMostCodedRows + 1; }
 
 // Whether it also reads queries of another type, that of out, than it computes with.
 inline bool reads_queries(const FwdParams& p, const FwdHints& hints) {
