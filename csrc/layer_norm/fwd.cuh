@@ -241,7 +241,8 @@ __device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, int t
     if (!is_rms_norm) return;
     for (float value : h) squares += value * value;
   });
-  is_rms_norm ? add_up_lanes(lanes, sum, squares) : add_up_lanes(lanes, sum);
+  add_up_lanes(lanes, sum);
+  if (is_rms_norm) add_up_lanes(lanes, squares);
   if (Config::kRagged) add_up_lanes(lanes, count);
   float mean = count > 0.f ? sum * ptx::reciprocal(count) : 0.f;
   if (!is_rms_norm) {
@@ -257,16 +258,14 @@ __device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, int t
   if (exchange.has_others()) {
     exchange.give({mean, squares, count});
     sum = squares = 0.f;
-    exchange.for_each([&](const Part& part) { sum += part.x * part.z, squares += is_rms_norm ? part.y : 0.f; });
-    is_rms_norm ? add_up_lanes(exchange.lanes(), sum, squares) : add_up_lanes(exchange.lanes(), sum);
+    exchange.for_each([&](const Part& part) { sum += part.x * part.z; });
+    add_up_lanes(exchange.lanes(), sum);
     mean = sum * scale;
-    if (!is_rms_norm) {
-      exchange.for_each([&](const Part& part) {
-        const float apart = part.x - mean;
-        squares += part.y + part.z * (apart * apart);
-      });
-      add_up_lanes(exchange.lanes(), squares);
-    }
+    exchange.for_each([&](const Part& part) {
+      const float apart = is_rms_norm ? 0.f : part.x - mean;
+      squares += part.y + part.z * (apart * apart);
+    });
+    add_up_lanes(exchange.lanes(), squares);
   }
   return {mean, rsqrtf(squares * scale + p.eps), centre};
 }

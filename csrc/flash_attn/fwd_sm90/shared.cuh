@@ -97,9 +97,13 @@ struct FwdSm90Config {
                                             : kSharers > 1         ? 224
                                             : kConsumers == 2      ? 232
                                                                    : 160;
-  // How many of a lane's two rows are exponentiated before the wait for P V. The other row then overlaps with rescaling
-  // O and packing P, which is faster where that product is short.
-  static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
+  // How many of a lane's two rows are exponentiated before the wait for P V. What comes after it overlaps with
+  // rescaling O and packing P, and with products of the other warpgroups. Where everything does, steps are 1 to 6 %
+  // shorter in the instances that kExpAfterProduct names, and longer in those with more keys or with 128 rows of 64
+  // channels.
+  static constexpr bool kExpAfterProduct =
+      kFeatures == Features::kPlain && !kFolds && kKeys == 128 && kHeadDim == (kConsumers == 3 ? 64 : 128);
+  static constexpr int kRowsUnderProduct = kChannelsV > 128 ? 2 : kExpAfterProduct ? 0 : 1;
   // Whether O is rescaled only when a row maximum has grown much. That pays where O has many columns. With fewer,
   // rescaling is hidden by the exponentials, and a branch around it makes the compiler schedule these worse.
   static constexpr bool kRarelyRescales = kChannelsV > 192;
