@@ -565,7 +565,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, sink, bias, arguments):
         refuse_gradients_of_float8(k)
         in_float = k.dtype != q.dtype
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        if in_float:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         out, kept, lse, (row_max, lse_lo) = with_kept_out(fwd_features, (q, k, v), (sink, bias), arguments)
         if in_float:
             options, features = _split(sink, bias, arguments, Options)
