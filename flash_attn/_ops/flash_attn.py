@@ -62,6 +62,7 @@ def forward(
     return_softmax: bool = False,
     given: FeatureArguments | None = None,
     out: Tensor | None = None,
+    in_float: bool = False,
     /,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -73,6 +74,8 @@ def forward(
     For shapes, dtypes and meaning see `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`.
     given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
     out: a tensor to write the result to, and to return; it has no gradient.
+    in_float: k and v are float32, with values of the dtype of q, which has 16 bits. So their gradients are not rounded:
+        for a caller that adds them. At least one requires its gradient; there is no second derivative.
     options: fields of `Options`; None means the default.
     """
     queries: Tensor
@@ -85,7 +88,7 @@ def forward(
         q = queries = with_features.in_16_bits(q, keys, given, out)
     if options.get("block_table") is not None:
         _take_lengths_from_seqused_k(given, options)
-    batch, head_dim, is_plain = _check_qkv(names, queries, keys, values, options, given is not None)
+    batch, head_dim, is_plain = _check_qkv(names, queries, keys, values, options, given is not None, in_float)
     if return_softmax is not False:
         checks.flag("return_attn_probs", return_softmax)
     if keys.dtype is FLOAT8:
@@ -904,16 +907,21 @@ _NO_LENGTHS_IN_PAGES = (
 )
 
 
-def _check_qkv(names, q, k, v, options, features=False):
+def _check_qkv(names, q, k, v, options, features=False, in_float=False):
     """Check q, k, v, named `names`, and the arguments that divide them into entries.
 
     features: whether the caller may use an op with features, which takes a v of another head_dim and larger head dims,
         and in a call with cu_seqlens_q that names k, keys and values in float8.
+    in_float: as in `forward`.
     Returns (batch, head_dim, is_plain); is_plain: whether the ops without features take these dtypes and head dims.
     """
     cu_seqlens_q, block_table = options.get("cu_seqlens_q"), options.get("block_table")
     varlen, paged = cu_seqlens_q is not None, block_table is not None
-    is_float8 = _check_dtypes(names, q, k, v, takes_float8=features and varlen and names[1] == "k")
+    if in_float:
+        _check_dtypes_in_float(names, q, k, v)
+        is_plain = False
+    else:
+        is_plain = not _check_dtypes(names, q, k, v, takes_float8=features and varlen and names[1] == "k")
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     dims = 3 if varlen else 4
     if len(shape_q) != dims or not len(shape_k) == len(shape_v) == (4 if paged else dims):
@@ -935,7 +943,7 @@ def _check_qkv(names, q, k, v, options, features=False):
         batch = shape_q[0]
     if paged:
         _check_block_table(block_table, batch, q.device)
-    is_plain = _check_sizes(names[1], shape_q, shape_k, features) and not is_float8
+    is_plain = _check_sizes(names[1], shape_q, shape_k, features) and is_plain
     if paged:
         checks.number("page_size", shape_k[1], shape_k[1] >= 1, "at least 1")
     elif not varlen:
@@ -971,6 +979,13 @@ def _check_dtypes(names, q, k, v, takes_float8):
             )
         checks.tensor(name, x, dtypes=(FLOAT8,), device=q.device)
     return True
+
+
+def _check_dtypes_in_float(names, q, k, v):
+    """Check that k and v are float32 beside a q of 16 bits."""
+    checks.tensor(names[0], q, dtypes=KERNEL_DTYPES)
+    for name, x in zip(names[1:], (k, v), strict=True):
+        checks.tensor(name, x, dtypes=(torch.float32,), device=q.device)
 
 
 def _check_needs_no_training(return_softmax, options):

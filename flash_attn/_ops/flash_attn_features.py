@@ -566,12 +566,21 @@ def with_kept_out(
 
 
 class _Attention(torch.autograd.Function):
-    """Gradients of `fwd_features` for q, k, v, the sink and the bias, through out and softmax_lse."""
+    """Gradients of `fwd_features` for q, k, v, the sink and the bias, through out and softmax_lse.
+
+    k and v may be float32 beside a q of 16 bits: see `in_float` of `flash_attn.forward`. They are kept in 16 bits.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
         refuse_gradients_of_float8(k)
+        in_float = k.dtype != q.dtype
+        if in_float:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         out, kept, lse, (row_max, lse_lo) = with_kept_out(fwd_features, (q, k, v), (sink, bias), arguments)
+        if in_float:
+            options, features = _split(sink, bias, arguments, Options)
+            arguments = *options, *features[2:], in_float
         _keep(ctx, (q, k, v, sink, bias, *kept, lse, None if bias is None else lse_lo), arguments)
         ctx.mark_non_differentiable(row_max, lse_lo)
         return out, lse, row_max, lse_lo
@@ -593,8 +602,12 @@ class _Attention(torch.autograd.Function):
         def again(q, k, v, sink, bias):
             return _fwd_composite(q, k, v, sink, bias, *arguments)[:2]
 
-        second = autograd.gradients_of(again, 2)
+        second = _refuse_second if _in_float(arguments) else autograd.gradients_of(again, 2)
         return *autograd.first_or_second(first, second, dout, dlse, q, k, v, sink, bias), None
+
+
+def _refuse_second(*_):
+    raise RuntimeError("attention with gradients of k and v in float32 beside a q of 16 bits has no second derivative")
 
 
 class _AttentionWithResidue(_Attention):

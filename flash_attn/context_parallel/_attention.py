@@ -416,10 +416,14 @@ def _gather(
     groups: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse of attention by "gather". plan: the handle of one. groups: of heads."""
+    """out and softmax_lse of attention by "gather". plan: the handle of one. groups: of heads.
+
+    k and v may be float32 with values of the dtype of q, so that their gradients are not rounded.
+    """
     the_plan = plan_of(plan)
     batch, tokens, heads, _ = q.shape
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     out, lse = _gather_fake(q, k, v)
     out[:, the_plan.own_tokens :] = 0
     lse[:, :, the_plan.own_tokens :] = math.inf
@@ -467,12 +471,14 @@ def _gather_backward(
     chunk: int,
     groups: int,
     deterministic: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. softmax_lse counts the sink, if there is one."""
+    """The gradients of q, and of k and v in this dtype. softmax_lse counts the sink, if there is one."""
     the_plan = plan_of(plan)
     own_tokens, batch = the_plan.own_tokens, q.shape[0]
     schedule = the_plan.schedule((window_left, window_right), chunk, batch, q.device)
-    dq, dk, dv = (torch.zeros_like(x) if own_tokens < x.shape[1] else torch.empty_like(x) for x in (q, k, v))
+    new = torch.zeros_like if own_tokens < q.shape[1] else torch.empty_like
+    dq, dk, dv = new(q), new(k, dtype=dtype), new(v, dtype=dtype)
     heads, heads_k = (x.shape[2] // groups for x in (q, k))
     sizes = k.shape[3], v.shape[3]
 
@@ -511,8 +517,9 @@ def _gather_backward(
 
 
 @_gather_backward.register_fake
-def _(dout, dlse, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(dout, dlse, q, k, v, *others):
+    dtype = others[-1]
+    return torch.empty_like(q), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
 
 
 def _kept(handle):
@@ -522,8 +529,9 @@ def _kept(handle):
 
 def _keep_for_backward(ctx, inputs, output):
     q, k, v, sink, plan, *options = inputs
-    ctx.save_for_backward(q, k, v, sink, plan, *output)
+    ctx.save_for_backward(q, k.to(q.dtype), v.to(q.dtype), sink, plan, *output)
     ctx.options = options
+    ctx.dtype = k.dtype
     ctx.plan = _kept(plan)
     ctx.set_materialize_grads(False)
 
@@ -533,7 +541,7 @@ def _backward_of_gather(ctx, dout, dlse):
     dout = torch.zeros_like(out) if dout is None else dout
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    grads = _gather_backward(dout, dlse, q, k, v, out, lse, plan, *ctx.options)
+    grads = _gather_backward(dout, dlse, q, k, v, out, lse, plan, *ctx.options, ctx.dtype)
     dsink = None
     if sink is not None and ctx.needs_input_grad[3]:
         delta = torch.einsum("bthd,bthd->bht", dout.float(), out.float())
@@ -552,44 +560,59 @@ _gather.register_autograd(_backward_of_gather, setup_context=_keep_for_backward)
 
 @torch.library.custom_op(f"{_NAMESPACE}::exchange", mutates_args=())
 def _exchange(
-    x: Tensor, plan: Tensor, heads: int, heads_k: int, of_keys: bool, to_heads: bool, rows: int, count: int
+    x: Tensor,
+    plan: Tensor,
+    heads: int,
+    heads_k: int,
+    of_keys: bool,
+    to_heads: bool,
+    rows: int,
+    count: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """x with tokens exchanged for heads, or back: (batch, rows, count, width). plan: the handle of one.
 
-    heads, heads_k: those of q and k. of_keys: whether x are keys or values.
+    heads, heads_k: those of q and k. of_keys: whether x are keys or values. dtype: of the result; sent is that of x.
     """
     exchange = plan_of(plan).head_exchange(heads, heads_k, of_keys, x.device)
-    return (exchange.to_heads if to_heads else exchange.to_tokens)(x).contiguous()
+    return (exchange.to_heads if to_heads else exchange.to_tokens)(x).to(dtype).contiguous()
 
 
 @_exchange.register_fake
-def _(x, plan, heads, heads_k, of_keys, to_heads, rows, count):
-    return x.new_empty(x.shape[0], rows, count, x.shape[3])
+def _(x, plan, heads, heads_k, of_keys, to_heads, rows, count, dtype):
+    return x.new_empty(x.shape[0], rows, count, x.shape[3], dtype=dtype)
 
 
 def _keep_exchange(ctx, inputs, output):
-    x, ctx.handle, *ctx.how, to_heads, _, _ = inputs
-    ctx.back = not to_heads, x.shape[1], x.shape[2]
+    x, ctx.handle, *ctx.how, to_heads, _, _, _ = inputs
+    ctx.back = not to_heads, x.shape[1], x.shape[2], x.dtype
     ctx.plan = _kept(ctx.handle)
 
 
 def _backward_of_exchange(ctx, grad):
-    return _exchange(grad, ctx.handle, *ctx.how, *ctx.back), *(None,) * 7
+    return _exchange(grad, ctx.handle, *ctx.how, *ctx.back), *(None,) * 8
 
 
 _exchange.register_autograd(_backward_of_exchange, setup_context=_keep_exchange)
 
 
 def _ulysses(q, k, v, sink, plan, softmax_scale, window, chunk, dropout_p, slopes, deterministic, softcap, wants_lse):
-    """out and softmax_lse, or None if that is not wanted, of attention by "ulysses", or within "usp" by "gather"."""
+    """out and softmax_lse, or None if that is not wanted, of attention by "ulysses", or within "usp" by "gather".
+
+    Where a key head comes several times, the gradients of its copies are added on the way home. They must not be
+    rounded before, so the copies are float32: as keys and values they are rounded back at once, without loss.
+    """
     batch, _, heads, _ = q.shape
     sizes = heads, k.shape[2]
     ranks, rank = plan.ranks_of_heads
     queries, keys = heads_of_ranks(*sizes, ranks)
     own = queries[rank]
     rows = plan.total if plan.inner is None else plan.inner.tokens
-    q = _exchange(q, plan.handle, *sizes, False, True, rows, len(own))
-    k, v = (_exchange(x, plan.handle, *sizes, True, True, rows, len(keys[rank])) for x in (k, v))
+    has_copies = sum(map(len, keys)) > k.shape[2]
+    in_float = has_copies and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    dtype = torch.float32 if in_float else k.dtype
+    q = _exchange(q, plan.handle, *sizes, False, True, rows, len(own), q.dtype)
+    k, v = (_exchange(x, plan.handle, *sizes, True, True, rows, len(keys[rank]), dtype) for x in (k, v))
     part = slice(own[0], own[-1] + 1)
     sink = None if sink is None else sink[part]
     if plan.inner is not None:
@@ -602,10 +625,10 @@ def _ulysses(q, k, v, sink, plan, softmax_scale, window, chunk, dropout_p, slope
         if dropout_p:
             options["rng_state"] = rng.draw_state(q.device) + _SKIPPED.to(q.device) * batch * own[0]
         out, lse = _whole_attention(q, k, v, sink, plan, softmax_scale, window, chunk, options)
-    out = _exchange(out, plan.handle, *sizes, False, False, plan.tokens, heads)
+    out = _exchange(out, plan.handle, *sizes, False, False, plan.tokens, heads, out.dtype)
     if not wants_lse:
         return out, None
-    lse = _exchange(lse.transpose(1, 2)[..., None], plan.handle, *sizes, False, False, plan.tokens, heads)
+    lse = _exchange(lse.transpose(1, 2)[..., None], plan.handle, *sizes, False, False, plan.tokens, heads, lse.dtype)
     lse = lse[..., 0].transpose(1, 2)[..., : plan.own_tokens]
     return out, F.pad(lse, (0, plan.tokens - plan.own_tokens), value=math.inf)
 
@@ -618,7 +641,8 @@ def _whole_attention(q, k, v, sink, plan, softmax_scale, window, chunk, options)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         options = options | dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
     given = FeatureArguments(sink, attention_chunk=chunk, return_lse=True)
-    out, lse, *_ = flash_attn.forward(q, k, v, softmax_scale, False, window, False, given, **options)
+    in_float = k.dtype != q.dtype
+    out, lse, *_ = flash_attn.forward(q, k, v, softmax_scale, False, window, False, given, None, in_float, **options)
     if plan.is_packed:
         out, lse = out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
     return out, lse

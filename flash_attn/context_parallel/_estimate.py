@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flash_attn.context_parallel._plan import LARGEST_GROUP
+from flash_attn.context_parallel._plan import LARGEST_GROUP, bytes_by_heads
 
 
 class Model(NamedTuple):
@@ -83,9 +83,10 @@ def gather_bytes(model: Model, tokens: int, ranks: int) -> tuple[float, float]:
 
 
 def ulysses_bytes(model: Model, tokens: int, ranks: int) -> tuple[float, float]:
-    """4 n d (h + hk) (P - 1) / P in each direction."""
-    size = 4.0 * tokens / ranks * model.head_dim * (model.heads + model.heads_k) * (ranks - 1) / ranks
-    return size, size
+    """4 n d (h + hk) (P - 1) / P in each direction; where ranks share key heads, with what `bytes_by_heads` adds."""
+    forward, backward = bytes_by_heads(model.heads, model.heads_k, ranks)
+    size = tokens / ranks * model.head_dim * (ranks - 1) / ranks
+    return size * forward, size * backward
 
 
 def link_of(machine: Machine, ranks: int) -> tuple[str, float]:

@@ -574,15 +574,26 @@ def _is_faster_by_heads(heads: int, heads_k: int, ranks: int, fetched: float) ->
 
     For each token of a rank and element of a head, in both directions, in bytes:
 
-        ulysses   16 bits of q, k, v and out, and of their gradients, but for the part that stays
+        ulysses   `bytes_by_heads`, but for the part that stays
         gather    16 bits of k and v for each token that is fetched, in both, and their gradients in float32
 
     fetched: how many tokens are fetched for each token of a rank.
     """
     if ranks == 1 or heads % ranks:  # some ranks would compute more heads than others
         return False
-    by_heads = 8 * (heads + max(heads_k, ranks)) * (ranks - 1) / ranks
+    by_heads = sum(bytes_by_heads(heads, heads_k, ranks)) * (ranks - 1) / ranks
     return by_heads <= _MOST_SENT * 16 * heads_k * fetched
+
+
+def bytes_by_heads(heads: int, heads_k: int, ranks: int) -> tuple[int, int]:
+    """What "ulysses" exchanges in the forward and in the backward, for each token and element of a head, in bytes.
+
+    16 bits of q, k, v and out, and of their gradients. A key head counts as often as it comes to ranks; if it does more
+    than once, its gradients are float32.
+    """
+    _, keys = heads_of_ranks(heads, heads_k, ranks)
+    copies = sum(map(len, keys))
+    return 4 * (heads + copies), 4 * (heads + copies * (2 if copies > heads_k else 1))
 
 
 LARGEST_GROUP = 2**30  # bytes of the keys and values of a group of heads

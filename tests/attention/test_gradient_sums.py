@@ -124,6 +124,34 @@ def test_sums_of_parts_of_the_rows(head_dim, portable, device, monkeypatch):
         assert rms_error(found, others[0]) <= 1.01 * rms_error(rounded, others[0]), name
 
 
+@pytest.mark.parametrize(
+    ("name", "has_sink", "exact"),
+    [("64", False, True), ("128", True, False), ("packed", True, True), ("dropout", False, False)],
+)
+def test_autograd(name, has_sink, exact, device, monkeypatch):
+    """Keys and values that come in float32 give the same bits; their gradients are those of 16 bits before rounding."""
+    monkeypatch.setattr(flash_attn, "exact_gradients", exact)
+    case, (q, k, v, dout), _, given, options = call_of(name, device)
+    found = []
+    for in_float in (False, True):
+        dtype = torch.float32 if in_float else q.dtype
+        leaves = [x.to(dtype).requires_grad_() for x in (k, v)]
+        leaves += [q.detach().requires_grad_()]
+        leaves += [torch.ones(q.shape[-2], device=device).requires_grad_()] if has_sink else []
+        terms = given._replace(learnable_sink=leaves[3] if has_sink else None, return_lse=True)
+        torch.manual_seed(3)
+        out, lse, *_ = flash_attn.forward(
+            leaves[2], *leaves[:2], None, case.causal, case.window, False, terms, None, in_float, **options
+        )
+        grads = torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)), create_graph=in_float)
+        found.append([*(x.detach() for x in grads), out, lse])
+    for x in grads[:2]:
+        assert x.dtype == torch.float32 and not torch.equal(x, x.to(q.dtype))
+    assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(*found, strict=True))
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(grads[2].sum(), leaves[2])
+
+
 def test_errors(device):
     q, k, v, dout = BASE.tensors(device)
     out, lse, *_ = flash_attn.forward(q, k, v, None, True, (-1, -1), False, FeatureArguments(return_lse=True))
@@ -139,6 +167,12 @@ def test_errors(device):
                 dout, q, k, v, out, lse, torch.empty_like(q), *sums, None, True, (-1, -1), accumulate=accumulate
             )
         assert all((x == 0).all() for x in sums)
+    for tensors, match in [
+        ((q.float(), k.float(), v.float()), "q must have dtype torch.float16 or torch.bfloat16, found torch.float32"),
+        ((q, k.float(), v), "v must have dtype torch.float32, found torch.bfloat16"),
+    ]:
+        with pytest.raises(ArgumentTypeError, match=match):
+            flash_attn.forward(*tensors, None, True, (-1, -1), False, FeatureArguments(), None, True)
     apart = torch.zeros(*k.shape[:-1], 2 * k.shape[-1], device=device)[..., ::2]
     with pytest.raises(ArgumentError, match=r"dk.stride\(-1\) must be 1 where it is float32, found 2"):
         flash_attn.backward(

@@ -281,17 +281,20 @@ def check_precision(group):
             patch.setattr("flash_attn.context_parallel._attention._has_kernel", lambda q, has=has_kernel: has)
             for seqlens in ([512], [509], [100, 412]):
                 check_precision_of(group, seqlens)
+            for method, seqlens in (("ulysses", [509]), ("ulysses", [100, 412]), ("usp", [100, 412])):
+                check_precision_of(group, seqlens, method, heads=(4, 1))  # ranks share the key head
 
 
-def check_precision_of(group, seqlens):
-    options = dict(causal=True, heads=(2, 1), dtype=torch.bfloat16)
-    plan = Plan(seqlens, group, granularity=1)
+def check_precision_of(group, seqlens, method="gather", heads=(2, 1)):
+    options = dict(causal=True, heads=heads, dtype=torch.bfloat16)
+    plan = Plan(seqlens, mesh_of(group) if method == "usp" else group, method=method, granularity=1)
+    one = Plan(seqlens, only_me(), method="gather" if method == "usp" else method, granularity=1)
     found = [plan.unshard(x) for x in run(plan, **options)[2:]]
-    alone = run(Plan(seqlens, only_me(), granularity=1), **options)[2:]
-    exact = run(Plan(seqlens, only_me(), granularity=1), **options | dict(dtype=torch.float32))[2:]
-    for name, x, one, true in zip("qkv", found, alone, exact, strict=True):
-        ours, theirs = ((each.double() - true).square().mean().sqrt().item() for each in (x, one))
-        assert ours <= 1.05 * theirs, f"d{name} of {seqlens}: {ours} after {theirs}"
+    alone = run(one, **options)[2:]
+    exact = run(one, **options | dict(dtype=torch.float32))[2:]
+    for name, x, y, true in zip("qkv", found, alone, exact, strict=True):
+        ours, theirs = ((each.double() - true).square().mean().sqrt().item() for each in (x, y))
+        assert ours <= 1.05 * theirs, f"d{name} of {seqlens} with {method}: {ours} after {theirs}"
 
 
 _ALONE = []
@@ -319,7 +322,12 @@ def check_one_rank(group):
 def check_dropout(group):
     """Ulysses drops what one process drops, with the same random state; and takes slopes of ALiBi."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 1.0])
-    for seqlens, options in (([33], dict(dropout_p=0.4)), ([20, 13], dict(alibi_slopes=slopes, causal=True))):
+    shared = dict(heads=(4, 1), batch=2, dtype=torch.bfloat16)  # ranks have the same key head
+    for seqlens, options in (
+        ([33], dict(dropout_p=0.4)),
+        ([20, 13], dict(alibi_slopes=slopes, causal=True)),
+        ([20, 13], dict(alibi_slopes=slopes, softcap=3.0, deterministic=True, **shared)),
+    ):
         plan, one = Plan(seqlens, group, method="ulysses"), Plan(seqlens, only_me(), method="ulysses")
         outs = []
         for each in (plan, one):
@@ -347,14 +355,21 @@ def check_compiled(group):
     def attend(q, k, v, sink, plan):
         return cp_attn_func(q * 2, k, v, causal=True, plan=plan, learnable_sink=sink, return_lse=True)
 
-    for method in ("gather", "ulysses"):
+    for method, heads_k, dtype in [
+        ("gather", 2, torch.float32),
+        ("ulysses", 2, torch.float32),
+        ("ulysses", 1, torch.bfloat16),  # which both ranks have
+        ("usp", 1, torch.bfloat16),
+    ]:
         compiled = compiled_on_first(group, attend, fullgraph=True, backend="aot_eager")
         for seqlens in ([24], [11, 13]):
-            plan = Plan(seqlens, group, method=method, layout="contiguous", granularity=1)
+            ranks = mesh_of(group) if method == "usp" else group
+            plan = Plan(seqlens, ranks, method=method, layout="contiguous", granularity=1)
             results = []
             for function in (attend, compiled):
                 leaves = [
-                    torch.randn(1, plan.tokens, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 2)
+                    torch.randn(1, plan.tokens, n, 16, generator=torch.Generator().manual_seed(n)).to(dtype)
+                    for n in (4, heads_k)
                 ]
                 q, k, v = leaves[0].requires_grad_(), leaves[1].requires_grad_(), leaves[1] + 1
                 sink = torch.zeros(4, requires_grad=True)

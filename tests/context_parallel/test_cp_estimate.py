@@ -30,6 +30,11 @@ def test_attention_of_a_layer():
     # queries, keys, values and out, of which a quarter stays
     assert estimate.ulysses_bytes(MODEL, 2**17, 4)[0] == 2**15 * 128 * 2 * (32 + 8 + 8 + 32) * 3 / 4
     assert estimate.ulysses_bytes(MODEL, 2**17, 4)[0] == pytest.approx(503e6, rel=1e-2)
+    assert estimate.ulysses_bytes(MODEL, 2**17, 4)[1] == estimate.ulysses_bytes(MODEL, 2**17, 4)[0]
+    # on 16 ranks each has a copy of a key head, whose gradients have 4 bytes
+    forward, backward = estimate.ulysses_bytes(MODEL, 2**17, 16)
+    assert forward == 2**13 * 128 * (2 * 2 * 32 + 2 * 2 * 16) * 15 / 16
+    assert backward == 2**13 * 128 * (2 * 2 * 32 + 2 * 4 * 16) * 15 / 16
 
 
 def test_what_is_exposed():
