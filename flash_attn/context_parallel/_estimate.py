@@ -133,7 +133,7 @@ def attention(model: Model, machine: Machine, tokens: int, ranks: int, options: 
 
 
 def kept(model: Model, tokens: float, tp: int, options: Options) -> float:
-    """GB of what blocks keep of so many tokens of a GPU: their input and the residual; and attention's out, if asked."""
+    """GB of what blocks keep of so many tokens of a GPU: their input, the residual and, if asked, attention's out."""
     out = model.heads * model.head_dim if options.keep_attention else 0
     return 1e-9 * model.layers * tokens * 2 * (2 * model.width + out) / tp
 

@@ -221,8 +221,8 @@ LONG, OF_8K = [256 * K], documents(256 * K, 8 * K, 64 * K)
         (4, LONG, dict(heads=32, heads_k=8, window_size=(4095, -1)), "gather"),
         (4, LONG, dict(heads=32), "ulysses"),  # and here, what the same numbers say
         (4, LONG, dict(heads=32, heads_k=1), "gather"),
-        (8, LONG, dict(heads=32, heads_k=1), "gather"),
-        (16, LONG, dict(heads=32, heads_k=1), "ulysses"),
+        (16, LONG, dict(heads=32, heads_k=1), "gather"),
+        (32, LONG, dict(heads=32, heads_k=1), "ulysses"),
         (16, LONG, dict(heads=32, heads_k=8), "ulysses"),  # each key head on two ranks
         (3, LONG, dict(heads=32, heads_k=8), "gather"),  # 11, 11 and 10 heads
         (64, LONG, dict(heads=32, heads_k=8), "gather"),
