@@ -441,8 +441,8 @@ def flash_attn_varlen_func(
             has the bits of the call with k, v and q converted to float16, but for its dtype, with softmax_scale times
             k_descale in float32, and with out times v_descale before it is rounded. There is no gradient, no dropout
             and no S_dmask, and what q has beyond float16's range becomes infinite. Long rows over a cache take memory
-            for max_seqlen_k keys of each entry in 16 bits, or for the whole cache if that is less; keys beyond
-            max_seqlen_k may then be left out. `flash_attn.functional` makes codes.
+            for all keys that the block table has room for in 16 bits, or for the whole cache if that is less.
+            `flash_attn.functional` makes codes.
         q_descale: the same for a q in float8, which is converted; None otherwise. out has then the dtype of the
             argument out, or bfloat16.
 

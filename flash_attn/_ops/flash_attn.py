@@ -438,7 +438,9 @@ def plain_decode(
         or not (type(num_splits) is int and num_splits <= MAX_SPLITS)
         or not (_has_adjacent_channels(k_cache) and _has_adjacent_channels(v_cache))  # _check_cache refuses others
         or (torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
-        or (has_scales and not (_is_plain_scale(k_descale) and _is_plain_scale(v_descale)))
+        or (
+            has_scales and not (_is_plain_scale(k_descale, k is not None) and _is_plain_scale(v_descale, v is not None))
+        )
     ):
         return None
     appends = not (k is v is rotary_cos is rotary_sin is None)
@@ -553,14 +555,20 @@ def _is_constant(x):
     return x is None or (type(x) is Tensor and not x.is_meta and not (x.requires_grad and torch.is_grad_enabled()))
 
 
-def _is_plain_scale(x):
-    """Whether `x` is a scale of float8: a number, or a tensor or None, of which kernels check the rest."""
-    return 0 <= x < math.inf if type(x) is float else _is_constant(x)
+def _is_plain_scale(x, divides=False):
+    """Whether `x` is a scale of float8: a number, or a tensor or None, of which kernels check the rest.
+
+    divides: whether new keys are divided by it. No tensor of a device with kernels can be read at once.
+    """
+    if type(x) is float:
+        return 0 <= x < math.inf and not (divides and x == 0)
+    return _is_constant(x)
 
 
 def _scale_tensors(q, *scales):
     """Returns scales that have passed for plain as ops take them, on the device of q."""
-    return [torch.full((), x, device=q.device, dtype=torch.float32) if type(x) is float else x for x in scales]
+    numbers = [None if type(x) is float and x == 1 else x for x in scales]
+    return [torch.full((), x, device=q.device, dtype=torch.float32) if type(x) is float else x for x in numbers]
 
 
 def _new_out(q, v):
@@ -1420,7 +1428,8 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
 
 def _fwd_into_reference(q, k, v, out, lse, k_descale, v_descale, *options):
     options = Options(*options)
-    features = _only_descales(k_descale, v_descale, len(options.cu_seqlens_q) - 1, k)
+    batch = len(q) if options.cu_seqlens_q is None else len(options.cu_seqlens_q) - 1
+    features = _only_descales(k_descale, v_descale, batch, k)
     results = reference.fwd_features(q, k, v, options, features, invariant=invariance.level() > 0)
     with_features.write_into(results[:2], out, lse)
 

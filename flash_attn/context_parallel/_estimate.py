@@ -143,7 +143,7 @@ def memory(model: Model, tokens: int, cp: int, tp: int, shards: int, options: Op
     n, gb = tokens / cp, 1e-9
     q, kv = model.heads * model.head_dim / tp, 2 * max(model.heads_k / tp, 1) * model.head_dim
     gathered = tokens * kv * 2  # keys and values; sums of their gradients, in float32, take twice as much
-    held = gathered / math.ceil(gathered / LARGEST_GROUP)
+    held = gathered / max(1, min(math.ceil(gathered / LARGEST_GROUP), model.heads_k // tp))  # of a group, in a node
     own = n * (4 * q + 2 * kv) * 2 + n * q * 2  # q, out, dout, dq; keys and values and their gradients; a copy of out
     return {
         "parameters, gradients, optimizer": 16 * model.parameters / (shards * tp) * gb,

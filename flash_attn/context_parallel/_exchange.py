@@ -110,6 +110,8 @@ class RowExchange:
         self._counts_in, self._counts_out = [list(map(len, each)) for each in (parts, leaving)]
         self._arriving_at, self._leaving_all = Rows(torch.cat(parts), device), Rows(torch.cat(leaving), device)
         self._leaving = [Rows(each, device) for each in leaving]
+        # All ranks know whether any needs a row of another one.
+        self._moves = any(int(each.sum()) > int(each[own].sum()) for each, own in zip(needed, positions, strict=True))
 
     def fetch(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to fetch rows of x (rows, width). Returns a function that waits for (fetched rows, width)."""
@@ -126,14 +128,12 @@ class RowExchange:
 
             return wait
 
-        sent = self._leaving_all.of(x)
-        arrived = x.new_empty(sum(self._counts_in), x.shape[1])
-        work = _all_to_all(arrived, sent, self._counts_in, self._counts_out, self._group)
-        fetched = x.new_empty(len(self.fetched), x.shape[1])
-        self._staying_at.copy_to(fetched, self._staying.of(x))
+        arrived, wait_for_others = self._exchange(self._leaving_all.of(x), self._counts_in, self._counts_out)
 
         def wait_and_place():
-            work.wait()
+            fetched = x.new_empty(len(self.fetched), x.shape[1])
+            self._staying_at.copy_to(fetched, self._staying.of(x))
+            wait_for_others()
             self._arriving_at.copy_to(fetched, arrived)
             return fetched
 
@@ -157,21 +157,26 @@ class RowExchange:
 
             return wait
 
-        sent = self._arriving_at.of(sums)
-        arrived = sums.new_empty(sum(self._counts_out), sums.shape[1])
-        work = _all_to_all(arrived, sent, self._counts_out, self._counts_in, self._group)
+        arrived, wait_for_others = self._exchange(self._arriving_at.of(sums), self._counts_out, self._counts_in)
         total = self._staying_at.of(sums)
         if not self._all_stay:
             some, total = total, sums.new_zeros(self._rows, sums.shape[1])
             self._staying.copy_to(total, some)
 
         def wait_and_add():
-            work.wait()
+            wait_for_others()
             for rows, part in zip(self._leaving, arrived.split(self._counts_out), strict=True):
                 rows.add_to(total, part)  # no row twice in one part: the order of additions is that of the ranks
             return total
 
         return wait_and_add
+
+    def _exchange(self, sent, counts_in, counts_out):
+        """Start an all-to-all. Returns (what arrives, a function that waits for it)."""
+        arrived = sent.new_empty(sum(counts_in), sent.shape[1])
+        if not self._moves:
+            return arrived, lambda: None
+        return arrived, _all_to_all(arrived, sent, counts_in, counts_out, self._group).wait
 
 
 class ZigzagExchange:

@@ -564,7 +564,7 @@ class Plan:
 
 
 # What "ulysses" may send, as a multiple of what "gather" sends, and be taken for the faster one: on two and four H200s
-# of one host they were within 2 % of each other at 0.8 and 1.7, where "ulysses" was ahead with the longest rows, and
+# of one host they were within 2.5 % of each other at 0.8 and 1.7, where "ulysses" was ahead with the longest rows, and
 # "gather" was ahead by 3 to 18 % at 2.9 to 80 (benchmarks/results/context_parallel.csv).
 _MOST_SENT = 2.0
 

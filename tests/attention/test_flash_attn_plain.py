@@ -344,6 +344,8 @@ def test_what_a_short_way_does_not_take(function, as_if_kernels, device):
     for name in scales:
         for strange in (leaf(torch.ones(2, device=device)), torch.ones(2, device="meta"), -1.0, float("nan"), 1, [1.0]):
             assert taken(function, in_float8(calls[0], device) | {name: strange}) is None, (name, strange)
+        if function is flash_attn_with_kvcache:  # new keys are divided by it
+            assert taken(function, in_float8(calls[1], device) | {name: 0.0}) is None, name
     assert seen | scales >= set(order(function)) - FLAGS - {"cu_seqlens_k"}
     for name in {"q", "k", "v", "k_cache", "v_cache"} & call.keys() if "out" in call else ():
         assert taken(function, call | {name: leaf(call[name])}) is None, name

@@ -80,19 +80,16 @@ std::pair<const char*, const char*> memory_of(const Tensor& x) {
   return {data, data + elements * (is_coded(x) ? 1 : size_of(dtype_of(x, "an input")))};
 }
 
-// Places for keys and values in fp16: as many as the cache has or, if that is less, as entries of the greatest length
-// need (WidenParams::by_entry). How long each of them is does not matter: a captured graph may be replayed with other
-// lengths. An entry then has no room for more keys: a caller's bound that does not hold hides some.
-flash_attn::KeyExtent extent_of_wide_keys(FwdParams& p, int64_t longest_k, bool& by_entry) {
-  flash_attn::Problem& problem = p.problem;
+// Places for keys and values in fp16: as many as the cache has or, if that is less, as all positions that the entries
+// have room for (WidenParams::by_entry), however many they use: a captured graph may be replayed with other lengths, and
+// a caller's bound need not hold.
+flash_attn::KeyExtent extent_of_wide_keys(const FwdParams& p, bool& by_entry) {
+  const flash_attn::Problem& problem = p.problem;
   const flash_attn::KeyExtent all = extent_of_keys(p);
   const bool paged = has_pages(p), packed = !paged && problem.cu_seqlens_k != nullptr;
-  const int64_t longest = std::min<int64_t>(problem.capacity_k, std::max<int64_t>(longest_k, 1));
-  const int64_t room = std::max<int64_t>(128, round_up(longest, 128));  // TMA copies whole tiles of one page
+  const int64_t room = std::max<int64_t>(128, round_up(problem.capacity_k, 128));  // TMA copies whole tiles of one page
   by_entry = !packed && (!paged || problem.batch * room < all.entries * all.rows);
-  if (!by_entry) return all;
-  problem.capacity_k = static_cast<int>(longest);
-  return {problem.batch, room};
+  return by_entry ? flash_attn::KeyExtent{problem.batch, room} : all;
 }
 
 TensorRef<const void> as_input(const TensorRef<>& x) { return {x.data, x.batch, x.seqlen, x.heads, x.head_dim}; }
@@ -107,7 +104,7 @@ OptionalTensor widen(FwdCall& call, const flash_attn::ReadByKernel& read, const 
   if (codes_are_read && !widens_q) return std::nullopt;
   bool by_entry = false;
   const auto [entries, rows] =
-      codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, call.longest_k, by_entry);
+      codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, by_entry);
   flash_attn::WidenParams all{.fwd = p,
                               .by_entry = by_entry,
                               .longest_q = static_cast<int>(call.longest_q),
