@@ -81,8 +81,8 @@ std::pair<const char*, const char*> memory_of(const Tensor& x) {
 }
 
 // Places for keys and values in fp16: as many as the cache has or, if that is less, as all positions that the entries
-// have room for (WidenParams::by_entry), however many they use: a captured graph may be replayed with other lengths, and
-// a caller's bound need not hold.
+// have room for (WidenParams::by_entry), however many they use: a captured graph may be replayed with other lengths,
+// and a caller's bound need not hold.
 flash_attn::KeyExtent extent_of_wide_keys(const FwdParams& p, bool& by_entry) {
   const flash_attn::Problem& problem = p.problem;
   const flash_attn::KeyExtent all = extent_of_keys(p);
@@ -103,8 +103,7 @@ OptionalTensor widen(FwdCall& call, const flash_attn::ReadByKernel& read, const 
   const bool widens_q = p.out_dtype != problem.dtype && !read.queries;
   if (codes_are_read && !widens_q) return std::nullopt;
   bool by_entry = false;
-  const auto [entries, rows] =
-      codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, by_entry);
+  const auto [entries, rows] = codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, by_entry);
   flash_attn::WidenParams all{.fwd = p,
                               .by_entry = by_entry,
                               .longest_q = static_cast<int>(call.longest_q),
