@@ -205,8 +205,7 @@ def inv_remap_state_dict_timm(state_dict: Mapping[str, Any], model: Any) -> Orde
 
     Example:
         >>> from flash_attn.models.vit import VisionTransformer, inv_remap_state_dict_timm
-        >>> with torch.device("meta"):
-        ...     model = VisionTransformer(img_size=32, patch_size=16, embed_dim=64, depth=1, num_heads=4)
+        >>> model = VisionTransformer(img_size=32, num_classes=10, embed_dim=32, depth=1, num_heads=2)
         >>> "blocks.0.attn.qkv.weight" in inv_remap_state_dict_timm(model.state_dict(), model)
         True
     """
