@@ -81,7 +81,13 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 
 class IndexFirstAxis(torch.autograd.Function):
-    """`IndexFirstAxis.apply` is `index_first_axis`. Forward and backward are for autograd Functions that call them."""
+    """`IndexFirstAxis.apply` is `index_first_axis`. Forward and backward are for autograd Functions that call them.
+
+    Example:
+        >>> from flash_attn.bert_padding import IndexFirstAxis
+        >>> IndexFirstAxis.apply(torch.arange(4), torch.tensor([2, 0])).tolist()
+        [2, 0]
+    """
 
     apply = staticmethod(index_first_axis)
 
@@ -101,7 +107,13 @@ class IndexFirstAxis(torch.autograd.Function):
 
 
 class IndexPutFirstAxis(torch.autograd.Function):
-    """`IndexPutFirstAxis.apply` is `index_put_first_axis`. Forward and backward: as in `IndexFirstAxis`."""
+    """`IndexPutFirstAxis.apply` is `index_put_first_axis`. Forward and backward: as in `IndexFirstAxis`.
+
+    Example:
+        >>> from flash_attn.bert_padding import IndexPutFirstAxis
+        >>> IndexPutFirstAxis.apply(torch.tensor([5, 7]), torch.tensor([2, 0]), 4).tolist()
+        [7, 0, 5, 0]
+    """
 
     apply = staticmethod(index_put_first_axis)
 
@@ -119,7 +131,14 @@ class IndexPutFirstAxis(torch.autograd.Function):
 
 
 class IndexFirstAxisResidual(torch.autograd.Function):
-    """`IndexFirstAxisResidual.apply` is `index_first_axis_residual`. Forward and backward: as in `IndexFirstAxis`."""
+    """`IndexFirstAxisResidual.apply` is `index_first_axis_residual`. Forward and backward: as in `IndexFirstAxis`.
+
+    Example:
+        >>> from flash_attn.bert_padding import IndexFirstAxisResidual
+        >>> rows, everything = IndexFirstAxisResidual.apply(torch.arange(4), torch.tensor([2, 0]))
+        >>> rows.tolist(), everything.tolist()
+        ([2, 0], [0, 1, 2, 3])
+    """
 
     apply = staticmethod(index_first_axis_residual)
 

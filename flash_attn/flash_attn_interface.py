@@ -1221,17 +1221,32 @@ def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_
 
 
 def maybe_contiguous(x: Tensor | None) -> Tensor | None:
-    """x, copied if its last dimension is not contiguous; None stays None."""
+    """x, copied if its last dimension is not contiguous; None stays None.
+
+    Example:
+        >>> from flash_attn.flash_attn_interface import maybe_contiguous
+        >>> maybe_contiguous(torch.randn(8, 4).t()).stride()
+        (8, 1)
+    """
     return x.contiguous() if x is not None and x.stride(-1) != 1 else x
 
 
 def round_multiple(x: int, m: int) -> int:
-    """x rounded up to a multiple of m."""
+    """x rounded up to a multiple of m.
+
+    Example:
+        >>> from flash_attn.flash_attn_interface import round_multiple
+        >>> round_multiple(100, 64)
+        128
+    """
     return (x + m - 1) // m * m
 
 
-def _function_class(name: str, function: Callable) -> type:
-    """A class as in flash-attn 2.8: `apply` takes the arguments of `function` by position, then is_grad_enabled."""
+def _function_class(name: str, function: Callable, arguments: str) -> type:
+    """A class as in flash-attn 2.8: `apply` takes the arguments of `function` by position, then is_grad_enabled.
+
+    arguments: those of an example, for its docstring.
+    """
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     num_parameters = sum(p.kind is positional for p in inspect.signature(function).parameters.values())
 
@@ -1240,12 +1255,31 @@ def _function_class(name: str, function: Callable) -> type:
         with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
             return function(*args[:num_parameters])
 
-    return type(name, (), {"apply": staticmethod(apply)})
+    lengths = ["cu_seqlens = torch.tensor([0, 3, 7], dtype=torch.int32)"] if "Varlen" in name else []
+    example = [f"from {function.__module__} import {name}", *lengths, f"{name}.apply({arguments}).shape"]
+    doc = (
+        f"`{name}.apply` is `{function.__name__}` by position, then is_grad_enabled, or without it.\n\nExample:\n"
+        + "".join(f"    >>> {line}\n" for line in example)
+        + f"    torch.Size([{'' if lengths else '1, '}7, 4, 16])\n"
+    )
+    return type(name, (), {"apply": staticmethod(apply), "__doc__": doc, "__module__": function.__module__})
 
 
-FlashAttnFunc = _function_class("FlashAttnFunc", flash_attn_func)
-FlashAttnKVPackedFunc = _function_class("FlashAttnKVPackedFunc", flash_attn_kvpacked_func)
-FlashAttnQKVPackedFunc = _function_class("FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func)
-FlashAttnVarlenFunc = _function_class("FlashAttnVarlenFunc", flash_attn_varlen_func)
-FlashAttnVarlenKVPackedFunc = _function_class("FlashAttnVarlenKVPackedFunc", flash_attn_varlen_kvpacked_func)
-FlashAttnVarlenQKVPackedFunc = _function_class("FlashAttnVarlenQKVPackedFunc", flash_attn_varlen_qkvpacked_func)
+FlashAttnFunc = _function_class("FlashAttnFunc", flash_attn_func, "*torch.randn(3, 1, 7, 4, 16)")
+FlashAttnKVPackedFunc = _function_class(
+    "FlashAttnKVPackedFunc", flash_attn_kvpacked_func, "torch.randn(1, 7, 4, 16), torch.randn(1, 7, 2, 4, 16)"
+)
+FlashAttnQKVPackedFunc = _function_class(
+    "FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func, "torch.randn(1, 7, 3, 4, 16)"
+)
+FlashAttnVarlenFunc = _function_class(
+    "FlashAttnVarlenFunc", flash_attn_varlen_func, "*torch.randn(3, 7, 4, 16), cu_seqlens, cu_seqlens, 4, 4"
+)
+FlashAttnVarlenKVPackedFunc = _function_class(
+    "FlashAttnVarlenKVPackedFunc",
+    flash_attn_varlen_kvpacked_func,
+    "torch.randn(7, 4, 16), torch.randn(7, 2, 4, 16), cu_seqlens, cu_seqlens, 4, 4",
+)
+FlashAttnVarlenQKVPackedFunc = _function_class(
+    "FlashAttnVarlenQKVPackedFunc", flash_attn_varlen_qkvpacked_func, "torch.randn(7, 3, 4, 16), cu_seqlens, 4"
+)

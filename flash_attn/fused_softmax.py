@@ -16,7 +16,15 @@ from flash_attn._ops import checks, fused_softmax
 
 
 class AttnMaskType(enum.Enum):
-    """Which scores count: those that a mask leaves (padding), or those up to the diagonal (causal)."""
+    """Which scores count: those that a mask leaves (padding), or those up to the diagonal (causal).
+
+    Example:
+        >>> from flash_attn.fused_softmax import AttnMaskType, FusedScaleMaskSoftmax
+        >>> softmax = FusedScaleMaskSoftmax(False, False, AttnMaskType.causal, True, None, True, scale=None)
+        >>> softmax(torch.zeros(1, 1, 2, 2), None)[0, 0]
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
+    """
 
     padding = 1
     causal = 2
@@ -60,7 +68,13 @@ def scaled_masked_softmax(inputs: torch.Tensor, mask: torch.Tensor | None, scale
 
 
 class ScaledUpperTriangMaskedSoftmax:
-    """`ScaledUpperTriangMaskedSoftmax.apply(inputs, scale)` is the causal softmax of inputs (..., seqlen, seqlen)."""
+    """`ScaledUpperTriangMaskedSoftmax.apply(inputs, scale)` is the causal softmax of inputs (..., seqlen, seqlen).
+
+    Example:
+        >>> from flash_attn.fused_softmax import ScaledUpperTriangMaskedSoftmax
+        >>> ScaledUpperTriangMaskedSoftmax.apply(torch.zeros(3, 3), 1.0)[1]
+        tensor([0.5000, 0.5000, 0.0000])
+    """
 
     @staticmethod
     def apply(inputs: torch.Tensor, scale: float) -> torch.Tensor:
@@ -69,7 +83,13 @@ class ScaledUpperTriangMaskedSoftmax:
 
 
 class ScaledMaskedSoftmax:
-    """`ScaledMaskedSoftmax.apply` is `scaled_masked_softmax`."""
+    """`ScaledMaskedSoftmax.apply` is `scaled_masked_softmax`.
+
+    Example:
+        >>> from flash_attn.fused_softmax import ScaledMaskedSoftmax
+        >>> ScaledMaskedSoftmax.apply(torch.zeros(1, 1, 1, 3), torch.tensor([[[[False, True, False]]]]), 1.0)
+        tensor([[[[0.5000, 0.0000, 0.5000]]]])
+    """
 
     apply = staticmethod(scaled_masked_softmax)
 

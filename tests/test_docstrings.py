@@ -3,11 +3,13 @@
 import ast
 import doctest
 import importlib
+import inspect
 import pathlib
 import re
 
 import pytest
 import torch
+from public import public_modules, public_names
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [
@@ -22,6 +24,24 @@ def test_examples(file):
     name = re.sub(r"^extras/[\w-]+/", "", file)
     module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
     assert not doctest.testmod(module, extraglobs={"torch": torch}).failed
+
+
+# Of extras, what others import from. Its other modules belong to servers, which call them themselves.
+INTERFACES = (
+    "flash_attn_interface flash_attn.cute.interface flash_attn_sglang.interface flash_attn_vllm.interface".split()
+)
+WITHOUT_EXAMPLE = {"flash_attn.models.bert.Config": "a protocol, to annotate arguments with"}
+
+
+@pytest.mark.parametrize("name", [*public_modules(), *INTERFACES])
+def test_everything_public_has_an_example(name):
+    """Each function and class in its own docstring, so that its help() is enough to call it."""
+    module = importlib.import_module(name)
+    named = {f"{name}.{each}": getattr(module, each) for each in public_names(module)}
+    objects = {each: value for each, value in named.items() if inspect.isfunction(value) or inspect.isclass(value)}
+    missing = {each for each, value in objects.items() if ">>> " not in (value.__doc__ or "")}
+    excepted = objects.keys() & WITHOUT_EXAMPLE
+    assert missing == excepted, f"an example is needed, or a reason in WITHOUT_EXAMPLE: {missing ^ excepted}"
 
 
 MODULES = [

@@ -3,14 +3,12 @@
 import importlib
 import inspect
 import operator
-import pkgutil
 import types
 
 import pytest
 import torch
+from public import public_modules, public_names
 from signatures import OTHER_NAMES, SIGNATURES
-
-import flash_attn
 
 
 class Named:
@@ -44,20 +42,6 @@ def find(module, name):
 @pytest.mark.parametrize("module", SIGNATURES)
 def test_signatures(module):
     assert {name: shown(find(module, name)) for name in SIGNATURES[module]} == SIGNATURES[module]
-
-
-def public_modules():
-    """The modules that others import from: of a package that lists its names in __all__, not those within it."""
-    names = [module.name for module in pkgutil.walk_packages(flash_attn.__path__[:1], "flash_attn.")]
-    public = [name for name in names if not any(part.startswith("_") for part in name.split("."))]
-    within = tuple(f"{name}." for name in public if hasattr(importlib.import_module(name), "__all__"))
-    return [name for name in public if not name.startswith(within)]
-
-
-def public_names(module):
-    """The names of a module that are in its __all__ or, without that, are defined there."""
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
 
 
 @pytest.mark.parametrize("module", public_modules())

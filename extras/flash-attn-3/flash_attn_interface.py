@@ -388,7 +388,15 @@ def flash_attn_combine(
 
 
 def round_up_headdim(head_size: int) -> int:
-    """The head_dim among those that FlashAttention-3 has kernels for: 64, 96, 128, 192, 256."""
+    """The head_dim among those that FlashAttention-3 has kernels for: 64, 96, 128, 192, 256.
+
+    Raises ValueError above 256.
+
+    Example:
+        >>> from flash_attn_interface import round_up_headdim
+        >>> round_up_headdim(80)
+        96
+    """
     for size in (64, 96, 128, 192, 256):
         if head_size <= size:
             return size
@@ -539,9 +547,13 @@ def _flash_attn_backward(
     )[0]
 
 
-FlashAttnFunc = _function_class("FlashAttnFunc", flash_attn_func)
-FlashAttnVarlenFunc = _function_class("FlashAttnVarlenFunc", flash_attn_varlen_func)
-FlashAttnQKVPackedFunc = _function_class("FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func)
+FlashAttnFunc = _function_class("FlashAttnFunc", flash_attn_func, "*torch.randn(3, 1, 7, 4, 16)")
+FlashAttnVarlenFunc = _function_class(
+    "FlashAttnVarlenFunc", flash_attn_varlen_func, "*torch.randn(3, 7, 4, 16), cu_seqlens, cu_seqlens, 4, 4"
+)
+FlashAttnQKVPackedFunc = _function_class(
+    "FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func, "torch.randn(1, 7, 3, 4, 16)"
+)
 
 
 def _split_heads(qkv, num_heads_q):

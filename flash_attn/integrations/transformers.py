@@ -369,6 +369,15 @@ class Mask:
     A model that treats it as a tensor (slices it, adds to it, hands it to a function of torch) gets one, bool
     (batch, 1, seqlen_q, seqlen_k), true where a row sees a key, evaluated then. Where it is added to scores, it is the
     mask of numbers that eager attention adds.
+
+    Example:
+        >>> from flash_attn.integrations.transformers import Mask, mask
+        >>> seen = mask(batch_size=1, q_length=2, kv_length=2)
+        >>> isinstance(seen, Mask), seen.shape
+        (True, torch.Size([1, 1, 2, 2]))
+        >>> seen.dense()[0, 0]
+        tensor([[ True, False],
+                [ True,  True]])
     """
 
     dtype, ndim, is_nested = torch.bool, 4, False

@@ -177,19 +177,40 @@ def apply_rotary_emb_kv_(
 
 
 class ApplyRotaryEmb:
-    """`ApplyRotaryEmb.apply` is `apply_rotary_emb`."""
+    """`ApplyRotaryEmb.apply` is `apply_rotary_emb`.
+
+    Example:
+        >>> from flash_attn.layers.rotary import ApplyRotaryEmb
+        >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
+        >>> ApplyRotaryEmb.apply(torch.randn(2, 16, 4, 64), angles.cos(), angles.sin()).shape
+        torch.Size([2, 16, 4, 64])
+    """
 
     apply = staticmethod(apply_rotary_emb)
 
 
 class ApplyRotaryEmbQKV_:
-    """`ApplyRotaryEmbQKV_.apply` is `apply_rotary_emb_qkv_`."""
+    """`ApplyRotaryEmbQKV_.apply` is `apply_rotary_emb_qkv_`.
+
+    Example:
+        >>> from flash_attn.layers.rotary import ApplyRotaryEmbQKV_
+        >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
+        >>> ApplyRotaryEmbQKV_.apply(torch.randn(2, 16, 3, 4, 64), angles.cos(), angles.sin()).shape
+        torch.Size([2, 16, 3, 4, 64])
+    """
 
     apply = staticmethod(apply_rotary_emb_qkv_)
 
 
 class ApplyRotaryEmbKV_:
-    """`ApplyRotaryEmbKV_.apply` is `apply_rotary_emb_kv_`."""
+    """`ApplyRotaryEmbKV_.apply` is `apply_rotary_emb_kv_`.
+
+    Example:
+        >>> from flash_attn.layers.rotary import ApplyRotaryEmbKV_
+        >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
+        >>> ApplyRotaryEmbKV_.apply(torch.randn(2, 16, 2, 4, 64), angles.cos(), angles.sin()).shape
+        torch.Size([2, 16, 2, 4, 64])
+    """
 
     apply = staticmethod(apply_rotary_emb_kv_)
 

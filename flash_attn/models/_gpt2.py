@@ -119,12 +119,29 @@ def remap_state_dict_megatron(state_dict: dict[str, Tensor], config: Any) -> dic
     """Our state dict from that of a GPT model with rotary embedding of Megatron-LM, which is consumed.
 
     The vocabulary is padded up to a multiple of pad_vocab_size_multiple from the rows that it has in the checkpoint.
+
+    Example:
+        >>> from flash_attn.models.gpt import remap_state_dict_megatron
+        >>> from transformers import GPT2Config
+        >>> config = GPT2Config(n_embd=2, n_layer=1, n_head=2)
+        >>> theirs = {"language_model.encoder.layers.0.self_attention.query_key_value.bias": torch.arange(6)}
+        >>> {name: rows.tolist() for name, rows in remap_state_dict_megatron(theirs, config).items()}
+        {'transformer.layers.0.mixer.Wqkv.bias': [0, 3, 1, 4, 2, 5]}
     """
     return MEGATRON_KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_megatron(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of a GPT model of Megatron-LM from ours, without an output layer that is tied to the embedding."""
+    """The state dict of a GPT model of Megatron-LM from ours, without an output layer that is tied to the embedding.
+
+    Example:
+        >>> from flash_attn.models.gpt import inv_remap_state_dict_megatron
+        >>> from transformers import GPT2Config
+        >>> config = GPT2Config(n_embd=2, n_layer=1, n_head=2)
+        >>> ours = {"transformer.layers.0.mixer.Wqkv.bias": torch.arange(6)}
+        >>> {name: rows.tolist() for name, rows in inv_remap_state_dict_megatron(ours, config).items()}
+        {'language_model.encoder.layers.0.self_attention.query_key_value.bias': [0, 2, 4, 1, 3, 5]}
+    """
     result = MEGATRON_KEYS.invert(state_dict, config)
     if getattr(config, "tie_word_embeddings", True):
         result.pop("language_model.output_layer.weight", None)

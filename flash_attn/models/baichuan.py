@@ -73,7 +73,15 @@ KEYS = KeyMap(
 
 
 def baichuan_config_to_gpt2_config(baichuan_config: Any) -> Any:
-    """The GPT2Config of the configuration that comes with Baichuan."""
+    """The GPT2Config of the configuration that comes with Baichuan.
+
+    Example:
+        >>> from flash_attn.models.baichuan import baichuan_config_to_gpt2_config
+        >>> from transformers import PretrainedConfig  # or AutoConfig.from_pretrained(name, trust_remote_code=True)
+        >>> fields = dict(vocab_size=64000, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+        >>> baichuan_config_to_gpt2_config(PretrainedConfig(**fields)).rotary_emb_fraction  # 0.0 of 13B
+        1.0
+    """
     return CONFIG(baichuan_config)
 
 
@@ -90,10 +98,29 @@ def remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config: Any) -> 
     """Our state dict from that of BaichuanForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import baichuan
+        >>> from transformers import PretrainedConfig
+        >>> sizes = dict(vocab_size=64000, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = baichuan.baichuan_config_to_gpt2_config(PretrainedConfig(**sizes))
+        >>> theirs = {"model.layers.0.self_attn.W_pack.weight": torch.randn(24, 8)}
+        >>> list(baichuan.remap_state_dict_hf_baichuan(theirs, config))
+        ['transformer.layers.0.mixer.Wqkv.weight']
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of BaichuanForCausalLM from ours."""
+    """The state dict of BaichuanForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import baichuan
+        >>> from transformers import PretrainedConfig
+        >>> sizes = dict(vocab_size=64000, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = baichuan.baichuan_config_to_gpt2_config(PretrainedConfig(**sizes))
+        >>> ours = {"transformer.layers.0.mlp.fc1.weight": torch.randn(32, 8)}
+        >>> sorted(baichuan.inv_remap_state_dict_hf_baichuan(ours, config))
+        ['model.layers.0.mlp.gate_proj.weight', 'model.layers.0.mlp.up_proj.weight']
+    """
     return KEYS.invert(state_dict, config)

@@ -383,7 +383,15 @@ class _NextSentenceHead(nn.Module):
 
 class BertModelOutput(ModelOutput):
     """last_hidden_state (batch, seqlen, hidden_size), or (masked tokens, hidden_size) of these alone; pooler_output
-    (batch, hidden_size), or None without a pooler."""
+    (batch, hidden_size), or None without a pooler.
+
+    Example:
+        >>> from flash_attn.models.bert import BertModelOutput
+        >>> output = BertModelOutput(last_hidden_state=torch.zeros(2, 7, 64), pooler_output=torch.zeros(2, 64))
+        >>> hidden_states, pooled = output
+        >>> output.pooler_output.shape, list(output.keys())
+        (torch.Size([2, 64]), ['last_hidden_state', 'pooler_output'])
+    """
 
     last_hidden_state: Tensor
     pooler_output: Tensor | None = None
@@ -391,7 +399,16 @@ class BertModelOutput(ModelOutput):
 
 class BertForPreTrainingOutput(ModelOutput):
     """loss, a scalar or None; prediction_logits (batch, seqlen, vocab_size), or (masked tokens, vocab_size);
-    seq_relationship_logits (batch, 2)."""
+    seq_relationship_logits (batch, 2).
+
+    Example:
+        >>> from flash_attn.models.bert import BertForPreTrainingOutput
+        >>> output = BertForPreTrainingOutput(
+        ...     prediction_logits=torch.zeros(2, 7, 100), seq_relationship_logits=torch.zeros(2, 2))
+        >>> words, follows = output  # without labels there is no loss
+        >>> words.shape, output.seq_relationship_logits.shape, output.loss
+        (torch.Size([2, 7, 100]), torch.Size([2, 2]), None)
+    """
 
     loss: Tensor | None = None
     prediction_logits: Tensor
@@ -400,14 +417,29 @@ class BertForPreTrainingOutput(ModelOutput):
 
 class BertHeadOutput(ModelOutput):
     """loss, a scalar or None without labels; logits, (batch, seqlen, classes), (masked tokens, classes),
-    (batch, classes) or (batch, choices)."""
+    (batch, classes) or (batch, choices).
+
+    Example:
+        >>> from flash_attn.models.bert import BertHeadOutput
+        >>> loss, logits = BertHeadOutput(loss=torch.tensor(0.5), logits=torch.zeros(2, 3))
+        >>> BertHeadOutput(logits=logits)[0].shape  # without labels the logits come first
+        torch.Size([2, 3])
+    """
 
     loss: Tensor | None = None
     logits: Tensor
 
 
 class BertForQuestionAnsweringOutput(ModelOutput):
-    """loss, a scalar or None without positions; start_logits and end_logits, (batch, seqlen)."""
+    """loss, a scalar or None without positions; start_logits and end_logits, (batch, seqlen).
+
+    Example:
+        >>> from flash_attn.models.bert import BertForQuestionAnsweringOutput
+        >>> output = BertForQuestionAnsweringOutput(start_logits=torch.zeros(2, 7), end_logits=torch.zeros(2, 7))
+        >>> start, end = output  # without positions there is no loss
+        >>> start.shape, output.end_logits.shape
+        (torch.Size([2, 7]), torch.Size([2, 7]))
+    """
 
     loss: Tensor | None = None
     start_logits: Tensor
@@ -427,6 +459,16 @@ class BertPreTrainedModel(TiedWeights, TrainerMethods):
     embeddings, by the same rule as in `flash_attn.models.gpt.GPTLMHeadModel`.
 
     Raises TypeError or ValueError for a configuration that lacks fields or asks for what is not supported.
+
+    Example:
+        >>> import tempfile
+        >>> from flash_attn.models.bert import BertModel, BertPreTrainedModel
+        >>> from transformers import BertConfig
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> model, folder = BertModel(config), tempfile.mkdtemp()
+        >>> model.save_pretrained(folder)
+        >>> isinstance(model, BertPreTrainedModel), BertModel.from_pretrained(folder).config.hidden_size
+        (True, 64)
     """
 
     main_input_name = "input_ids"

@@ -104,10 +104,29 @@ def remap_state_dict_hf_bigcode(state_dict: dict[str, Tensor], config: Any) -> d
     """Our state dict from that of transformers' GPTBigCodeForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import bigcode
+        >>> from transformers import GPTBigCodeConfig
+        >>> sizes = dict(n_embd=2, n_head=2, n_layer=1)
+        >>> config = bigcode.bigcode_config_to_gpt2_config(GPTBigCodeConfig(**sizes))
+        >>> theirs = {"transformer.h.0.attn.c_attn.bias": torch.arange(4)}
+        >>> {name: rows.tolist() for name, rows in bigcode.remap_state_dict_hf_bigcode(theirs, config).items()}
+        {'transformer.layers.0.mixer.Wqkv.bias': [0, 1, 2, 2, 3, 3]}
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_bigcode(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' GPTBigCodeForCausalLM from ours: of repeated key and value heads, the first."""
+    """The state dict of transformers' GPTBigCodeForCausalLM from ours: of repeated key and value heads, the first.
+
+    Example:
+        >>> from flash_attn.models import bigcode
+        >>> from transformers import GPTBigCodeConfig
+        >>> sizes = dict(n_embd=2, n_head=2, n_layer=1)
+        >>> config = bigcode.bigcode_config_to_gpt2_config(GPTBigCodeConfig(**sizes))
+        >>> ours = {"transformer.layers.0.mixer.Wqkv.bias": torch.arange(6)}
+        >>> {name: rows.tolist() for name, rows in bigcode.inv_remap_state_dict_hf_bigcode(ours, config).items()}
+        {'transformer.h.0.attn.c_attn.bias': [0, 1, 2, 4]}
+    """
     return KEYS.invert(state_dict, config)

@@ -74,7 +74,15 @@ KEYS = KeyMap(
 
 
 def btlm_config_to_gpt2_config(btlm_config: Any) -> Any:
-    """The GPT2Config of the configuration that comes with BTLM."""
+    """The GPT2Config of the configuration that comes with BTLM.
+
+    Example:
+        >>> from flash_attn.models.btlm import btlm_config_to_gpt2_config
+        >>> from transformers import PretrainedConfig  # or AutoConfig.from_pretrained(name, trust_remote_code=True)
+        >>> fields = dict(n_embd=64, n_head=4, n_layer=1, activation_function="swiglu", position_embedding_type="alibi")
+        >>> btlm_config_to_gpt2_config(PretrainedConfig(**fields)).use_alibi
+        True
+    """
     return CONFIG(btlm_config)
 
 
@@ -91,10 +99,27 @@ def remap_state_dict_hf_btlm(state_dict: dict[str, Tensor], config: Any) -> dict
     """Our state dict from that of BTLMLMHeadModel, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import btlm
+        >>> from transformers import PretrainedConfig
+        >>> config = btlm.btlm_config_to_gpt2_config(PretrainedConfig(n_embd=8, n_head=2, n_layer=1))
+        >>> theirs = {f"transformer.h.0.mlp.{each}.weight": torch.randn(8, 16) for each in ("c_fc", "c_fc2")}
+        >>> {name: tuple(x.shape) for name, x in btlm.remap_state_dict_hf_btlm(theirs, config).items()}
+        {'transformer.layers.0.mlp.fc1.weight': (32, 8)}
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_btlm(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of BTLMLMHeadModel from ours, without the slopes of ALiBi."""
+    """The state dict of BTLMLMHeadModel from ours, without the slopes of ALiBi.
+
+    Example:
+        >>> from flash_attn.models import btlm
+        >>> from transformers import PretrainedConfig
+        >>> config = btlm.btlm_config_to_gpt2_config(PretrainedConfig(n_embd=8, n_head=2, n_layer=1))
+        >>> ours = {"transformer.layers.0.mlp.fc1.weight": torch.randn(32, 8)}
+        >>> {name: tuple(x.shape) for name, x in btlm.inv_remap_state_dict_hf_btlm(ours, config).items()}
+        {'transformer.h.0.mlp.c_fc.weight': (8, 16), 'transformer.h.0.mlp.c_fc2.weight': (8, 16)}
+    """
     return KEYS.invert(state_dict, config)

@@ -131,10 +131,29 @@ def remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config: Any) -> di
     """Our state dict from that of transformers' FalconForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import falcon
+        >>> from transformers import FalconConfig
+        >>> sizes = dict(hidden_size=4, num_attention_heads=2, num_hidden_layers=1, multi_query=False)
+        >>> config = falcon.falcon_config_to_gpt2_config(FalconConfig(**sizes))
+        >>> theirs = {"transformer.h.0.self_attention.query_key_value.bias": torch.arange(12)}
+        >>> {name: rows.tolist() for name, rows in falcon.remap_state_dict_hf_falcon(theirs, config).items()}
+        {'transformer.layers.0.mixer.Wqkv.bias': [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]}
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' FalconForCausalLM from ours."""
+    """The state dict of transformers' FalconForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import falcon
+        >>> from transformers import FalconConfig
+        >>> sizes = dict(hidden_size=4, num_attention_heads=2, num_hidden_layers=1, multi_query=False)
+        >>> config = falcon.falcon_config_to_gpt2_config(FalconConfig(**sizes))
+        >>> ours = {"transformer.layers.0.mixer.Wqkv.bias": torch.arange(12)}
+        >>> {name: rows.tolist() for name, rows in falcon.inv_remap_state_dict_hf_falcon(ours, config).items()}
+        {'transformer.h.0.self_attention.query_key_value.bias': [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]}
+    """
     return KEYS.invert(state_dict, config)

@@ -99,10 +99,31 @@ def remap_state_dict_hf_gemma2(state_dict: dict[str, Tensor], config: Any) -> di
     """Our state dict from that of transformers' Gemma2ForCausalLM or Gemma3ForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import gemma2
+        >>> from transformers import Gemma2Config
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+        >>> config = gemma2.gemma2_config_to_gpt2_config(Gemma2Config(**sizes))
+        >>> names = ("post_attention", "pre_feedforward")
+        >>> theirs = {f"model.layers.0.{each}_layernorm.weight": torch.ones(8) for each in names}
+        >>> sorted(gemma2.remap_state_dict_hf_gemma2(theirs, config))
+        ['transformer.layers.0.norm2.weight', 'transformer.layers.0.output1.weight']
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_gemma2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' Gemma2ForCausalLM or Gemma3ForCausalLM from ours."""
+    """The state dict of transformers' Gemma2ForCausalLM or Gemma3ForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import gemma2
+        >>> from transformers import Gemma2Config
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+        >>> config = gemma2.gemma2_config_to_gpt2_config(Gemma2Config(**sizes))
+        >>> names = ("output1", "norm2")
+        >>> ours = {f"transformer.layers.0.{each}.weight": torch.ones(8) for each in names}
+        >>> sorted(gemma2.inv_remap_state_dict_hf_gemma2(ours, config))
+        ['model.layers.0.post_attention_layernorm.weight', 'model.layers.0.pre_feedforward_layernorm.weight']
+    """
     return KEYS.invert(state_dict, config)

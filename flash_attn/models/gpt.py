@@ -378,7 +378,18 @@ _Model = TypeVar("_Model", bound="GPTPreTrainedModel")
 
 
 class GPTPreTrainedModel(TiedWeights, TrainerMethods):
-    """What the models share: their configuration, checkpoints, tied weights, and what trainers call."""
+    """What the models share: their configuration, checkpoints, tied weights, and what trainers call.
+
+    Example:
+        >>> import tempfile
+        >>> from flash_attn.models.gpt import GPTLMHeadModel, GPTPreTrainedModel
+        >>> from transformers import GPT2Config
+        >>> model = GPTLMHeadModel.from_config(GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4))
+        >>> folder = tempfile.mkdtemp()
+        >>> model.save_pretrained(folder)
+        >>> isinstance(model, GPTPreTrainedModel), GPTLMHeadModel.from_pretrained(folder).config.n_embd
+        (True, 32)
+    """
 
     main_input_name = "input_ids"
     _generation_config: Any = None  # of the checkpoint: saved with the model, not used

@@ -98,6 +98,15 @@ def remap_state_dict_hf_gpt_neox(state_dict: dict[str, Tensor], config: Any) -> 
     """Our state dict from that of transformers' GPTNeoXForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import gpt_neox
+        >>> from transformers import GPTNeoXConfig
+        >>> sizes = dict(hidden_size=2, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = gpt_neox.gpt_neox_config_to_gpt2_config(GPTNeoXConfig(**sizes))
+        >>> theirs = {"gpt_neox.layers.0.attention.query_key_value.bias": torch.arange(6)}
+        >>> {name: rows.tolist() for name, rows in gpt_neox.remap_state_dict_hf_gpt_neox(theirs, config).items()}
+        {'transformer.layers.0.mixer.Wqkv.bias': [0, 3, 1, 4, 2, 5]}
     """
     return KEYS.remap(state_dict, config)
 
@@ -106,5 +115,14 @@ def inv_remap_state_dict_hf_gpt_neox(state_dict: dict[str, Tensor], config: Any)
     """The state dict of transformers' GPTNeoXForCausalLM from ours, with the name that transformers 5 has for the head.
 
     Older releases call it embed_out instead of lm_head.
+
+    Example:
+        >>> from flash_attn.models import gpt_neox
+        >>> from transformers import GPTNeoXConfig
+        >>> sizes = dict(hidden_size=2, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = gpt_neox.gpt_neox_config_to_gpt2_config(GPTNeoXConfig(**sizes))
+        >>> ours = {"transformer.layers.0.mixer.Wqkv.bias": torch.arange(6)}
+        >>> {name: rows.tolist() for name, rows in gpt_neox.inv_remap_state_dict_hf_gpt_neox(ours, config).items()}
+        {'gpt_neox.layers.0.attention.query_key_value.bias': [0, 2, 4, 1, 3, 5]}
     """
     return KEYS.invert(state_dict, config)

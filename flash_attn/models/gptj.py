@@ -98,10 +98,29 @@ def remap_state_dict_hf_gptj(state_dict: dict[str, Tensor], config: Any) -> dict
     """Our state dict from that of transformers' GPTJForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import gptj
+        >>> from transformers import GPTJConfig
+        >>> sizes = dict(n_embd=8, n_head=2, n_layer=1, rotary_dim=4)
+        >>> config = gptj.gptj_config_to_gpt2_config(GPTJConfig(**sizes))
+        >>> theirs = {f"transformer.h.0.attn.{each}_proj.weight": torch.randn(8, 8) for each in "qkv"}
+        >>> {name: tuple(x.shape) for name, x in gptj.remap_state_dict_hf_gptj(theirs, config).items()}
+        {'transformer.layers.0.mixer.Wqkv.weight': (24, 8)}
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_gptj(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' GPTJForCausalLM from ours."""
+    """The state dict of transformers' GPTJForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import gptj
+        >>> from transformers import GPTJConfig
+        >>> sizes = dict(n_embd=8, n_head=2, n_layer=1, rotary_dim=4)
+        >>> config = gptj.gptj_config_to_gpt2_config(GPTJConfig(**sizes))
+        >>> ours = {"transformer.layers.0.mixer.Wqkv.weight": torch.randn(24, 8)}
+        >>> [name.split(".")[-2] for name in gptj.inv_remap_state_dict_hf_gptj(ours, config)]
+        ['q_proj', 'k_proj', 'v_proj']
+    """
     return KEYS.invert(state_dict, config)

@@ -236,12 +236,34 @@ def inv_remap_state_dict_hf_llama(state_dict: dict[str, Tensor], config: Any) ->
 
 
 def remap_state_dict_meta_llama(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Our state dict from Meta's, or this part of ours from one of Meta's shards. It is consumed."""
+    """Our state dict from Meta's, or this part of ours from one of Meta's shards. It is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import llama
+        >>> from transformers import LlamaConfig
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = llama.llama_config_to_gpt2_config(LlamaConfig(**sizes))
+        >>> theirs = {f"layers.0.attention.{each}.weight": torch.randn(8, 8) for each in ("wq", "wk", "wv")}
+        >>> {name: tuple(x.shape) for name, x in llama.remap_state_dict_meta_llama(theirs, config).items()}
+        {'transformer.layers.0.mixer.Wqkv.weight': (24, 8)}
+    """
     return META_KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_meta_llama(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Meta's state dict from ours."""
+    """Meta's state dict from ours.
+
+    Example:
+        >>> from flash_attn.models import llama
+        >>> from transformers import LlamaConfig
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = llama.llama_config_to_gpt2_config(LlamaConfig(**sizes))
+        >>> ours = {"transformer.layers.0.mixer.Wqkv.weight": torch.randn(24, 8)}
+        >>> list(llama.inv_remap_state_dict_meta_llama(ours, config))
+        ['layers.0.attention.wq.weight', 'layers.0.attention.wk.weight', 'layers.0.attention.wv.weight']
+    """
     return META_KEYS.invert(state_dict, config)
 
 
@@ -251,6 +273,16 @@ def config_from_meta_checkpoint(checkpoint_path: str | os.PathLike, model_name: 
     If it does not say the size of the vocabulary, that of tokenizer.model beside it is used, which needs the package
     sentencepiece; without this file, 32000. Raises ValueError for use_scaled_rope (Llama 3.1 and later): the file does
     not say how the rotary embedding is scaled, while transformers' configuration does.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from flash_attn.models.llama import config_from_meta_checkpoint
+        >>> folder = pathlib.Path(tempfile.mkdtemp(), "7B")
+        >>> folder.mkdir()
+        >>> params = dict(dim=64, n_heads=4, n_layers=2, norm_eps=1e-5, multiple_of=32)
+        >>> _ = (folder / "params.json").write_text(json.dumps(params))
+        >>> config_from_meta_checkpoint(folder.parent, "7B").intermediate_size
+        192
     """
     folder = pathlib.Path(checkpoint_path, model_name)
     params = json.loads((folder / "params.json").read_text())
@@ -331,7 +363,19 @@ def config_from_checkpoint(checkpoint_path: str | os.PathLike, model_name: str, 
 
 
 def state_dicts_from_checkpoint(checkpoint_path: str | os.PathLike, model_name: str) -> list[dict[str, Tensor]]:
-    """The shards <checkpoint_path>/<model_name>/consolidated.*.pth, in the order of their names, on the CPU."""
+    """The shards <checkpoint_path>/<model_name>/consolidated.*.pth, in the order of their names, on the CPU.
+
+    Raises FileNotFoundError if there is none.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from flash_attn.models.llama import state_dicts_from_checkpoint
+        >>> folder = pathlib.Path(tempfile.mkdtemp(), "7B")
+        >>> folder.mkdir()
+        >>> torch.save({"norm.weight": torch.ones(8)}, folder / "consolidated.00.pth")
+        >>> [list(shard) for shard in state_dicts_from_checkpoint(folder.parent, "7B")]
+        [['norm.weight']]
+    """
     folder = pathlib.Path(checkpoint_path, model_name)
     paths = sorted(folder.glob("consolidated.*.pth"))
     if not paths:

@@ -91,10 +91,31 @@ def remap_state_dict_hf_olmo2(state_dict: dict[str, Tensor], config: Any) -> dic
     """Our state dict from that of transformers' Olmo2-, Olmo3- or Exaone4ForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import olmo2
+        >>> from transformers import Olmo2Config
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = olmo2.olmo2_config_to_gpt2_config(Olmo2Config(**sizes))
+        >>> names = ("post_attention", "post_feedforward")
+        >>> theirs = {f"model.layers.0.{each}_layernorm.weight": torch.ones(8) for each in names}
+        >>> sorted(olmo2.remap_state_dict_hf_olmo2(theirs, config))
+        ['transformer.layers.0.output1.weight', 'transformer.layers.0.output2.weight']
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_olmo2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' Olmo2-, Olmo3- or Exaone4ForCausalLM from ours."""
+    """The state dict of transformers' Olmo2-, Olmo3- or Exaone4ForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import olmo2
+        >>> from transformers import Olmo2Config
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = olmo2.olmo2_config_to_gpt2_config(Olmo2Config(**sizes))
+        >>> names = ("output1", "output2")
+        >>> ours = {f"transformer.layers.0.{each}.weight": torch.ones(8) for each in names}
+        >>> sorted(olmo2.inv_remap_state_dict_hf_olmo2(ours, config))
+        ['model.layers.0.post_attention_layernorm.weight', 'model.layers.0.post_feedforward_layernorm.weight']
+    """
     return KEYS.invert(state_dict, config)

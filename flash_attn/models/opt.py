@@ -111,10 +111,29 @@ def remap_state_dict_hf_opt(state_dict: dict[str, Tensor], config: Any) -> dict[
     """Our state dict from that of transformers' OPTForCausalLM or OPTModel, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import opt
+        >>> from transformers import OPTConfig
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = opt.opt_config_to_gpt2_config(OPTConfig(**sizes))
+        >>> theirs = {"model.decoder.embed_positions.weight": torch.arange(6)}
+        >>> {name: rows.tolist() for name, rows in opt.remap_state_dict_hf_opt(theirs, config).items()}
+        {'transformer.embeddings.position_embeddings.weight': [2, 3, 4, 5]}
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_opt(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' OPTForCausalLM from ours; the two positions that no token has are zeros."""
+    """The state dict of transformers' OPTForCausalLM from ours; the two positions that no token has are zeros.
+
+    Example:
+        >>> from flash_attn.models import opt
+        >>> from transformers import OPTConfig
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = opt.opt_config_to_gpt2_config(OPTConfig(**sizes))
+        >>> ours = {"transformer.embeddings.position_embeddings.weight": torch.arange(4)}
+        >>> {name: rows.tolist() for name, rows in opt.inv_remap_state_dict_hf_opt(ours, config).items()}
+        {'model.decoder.embed_positions.weight': [0, 0, 0, 1, 2, 3]}
+    """
     return KEYS.invert(state_dict, config)

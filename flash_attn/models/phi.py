@@ -93,10 +93,29 @@ def remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config: Any) -> dict[
     """Our state dict from that of transformers' PhiForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import phi
+        >>> from transformers import PhiConfig
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = phi.phi_config_to_gpt2_config(PhiConfig(**sizes))
+        >>> theirs = {f"model.layers.0.self_attn.{each}_proj.weight": torch.randn(8, 8) for each in "qkv"}
+        >>> {name: tuple(x.shape) for name, x in phi.remap_state_dict_hf_phi(theirs, config).items()}
+        {'transformer.layers.0.mixer.Wqkv.weight': (24, 8)}
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' PhiForCausalLM from ours."""
+    """The state dict of transformers' PhiForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import phi
+        >>> from transformers import PhiConfig
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = phi.phi_config_to_gpt2_config(PhiConfig(**sizes))
+        >>> ours = {"transformer.layers.0.mixer.Wqkv.weight": torch.randn(24, 8)}
+        >>> [name.split(".")[-2] for name in phi.inv_remap_state_dict_hf_phi(ours, config)]
+        ['q_proj', 'k_proj', 'v_proj']
+    """
     return KEYS.invert(state_dict, config)

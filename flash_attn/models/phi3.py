@@ -57,10 +57,29 @@ def remap_state_dict_hf_phi3(state_dict: dict[str, Tensor], config: Any) -> dict
     """Our state dict from that of transformers' Phi3ForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import phi3
+        >>> from transformers import Phi3Config
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, pad_token_id=0)
+        >>> config = phi3.phi3_config_to_gpt2_config(Phi3Config(**sizes))
+        >>> theirs = {"model.layers.0.mlp.gate_up_proj.weight": torch.arange(4)}
+        >>> {name: rows.tolist() for name, rows in phi3.remap_state_dict_hf_phi3(theirs, config).items()}
+        {'transformer.layers.0.mlp.fc1.weight': [2, 3, 0, 1]}
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_phi3(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' Phi3ForCausalLM from ours."""
+    """The state dict of transformers' Phi3ForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import phi3
+        >>> from transformers import Phi3Config
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, pad_token_id=0)
+        >>> config = phi3.phi3_config_to_gpt2_config(Phi3Config(**sizes))
+        >>> ours = {"transformer.layers.0.mlp.fc1.weight": torch.arange(4)}
+        >>> {name: rows.tolist() for name, rows in phi3.inv_remap_state_dict_hf_phi3(ours, config).items()}
+        {'model.layers.0.mlp.gate_up_proj.weight': [2, 3, 0, 1]}
+    """
     return KEYS.invert(state_dict, config)

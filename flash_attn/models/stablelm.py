@@ -59,10 +59,29 @@ def remap_state_dict_hf_stablelm(state_dict: dict[str, Tensor], config: Any) -> 
     """Our state dict from that of transformers' StableLmForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import stablelm
+        >>> from transformers import StableLmConfig
+        >>> sizes = dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+        >>> config = stablelm.stablelm_config_to_gpt2_config(StableLmConfig(**sizes))
+        >>> theirs = {f"model.layers.0.mlp.{each}_proj.weight": torch.randn(32, 16) for each in ("up", "gate")}
+        >>> {name: tuple(x.shape) for name, x in stablelm.remap_state_dict_hf_stablelm(theirs, config).items()}
+        {'transformer.layers.0.mlp.fc1.weight': (64, 16)}
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_stablelm(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' StableLmForCausalLM from ours."""
+    """The state dict of transformers' StableLmForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import stablelm
+        >>> from transformers import StableLmConfig
+        >>> sizes = dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
+        >>> config = stablelm.stablelm_config_to_gpt2_config(StableLmConfig(**sizes))
+        >>> ours = {"transformer.layers.0.mlp.fc1.weight": torch.randn(64, 16)}
+        >>> sorted(stablelm.inv_remap_state_dict_hf_stablelm(ours, config))
+        ['model.layers.0.mlp.gate_proj.weight', 'model.layers.0.mlp.up_proj.weight']
+    """
     return KEYS.invert(state_dict, config)

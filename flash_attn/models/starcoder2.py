@@ -63,10 +63,31 @@ def remap_state_dict_hf_starcoder2(state_dict: dict[str, Tensor], config: Any) -
     """Our state dict from that of transformers' Starcoder2ForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
+
+    Example:
+        >>> from flash_attn.models import starcoder2
+        >>> from transformers import Starcoder2Config
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = starcoder2.starcoder2_config_to_gpt2_config(Starcoder2Config(**sizes))
+        >>> names = ("c_fc", "c_proj")
+        >>> theirs = {f"model.layers.0.mlp.{each}.weight": torch.ones(8, 8) for each in names}
+        >>> sorted(starcoder2.remap_state_dict_hf_starcoder2(theirs, config))
+        ['transformer.layers.0.mlp.fc1.weight', 'transformer.layers.0.mlp.fc2.weight']
     """
     return KEYS.remap(state_dict, config)
 
 
 def inv_remap_state_dict_hf_starcoder2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of transformers' Starcoder2ForCausalLM from ours."""
+    """The state dict of transformers' Starcoder2ForCausalLM from ours.
+
+    Example:
+        >>> from flash_attn.models import starcoder2
+        >>> from transformers import Starcoder2Config
+        >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = starcoder2.starcoder2_config_to_gpt2_config(Starcoder2Config(**sizes))
+        >>> names = ("fc1", "fc2")
+        >>> ours = {f"transformer.layers.0.mlp.{each}.weight": torch.ones(8, 8) for each in names}
+        >>> sorted(starcoder2.inv_remap_state_dict_hf_starcoder2(ours, config))
+        ['model.layers.0.mlp.c_fc.weight', 'model.layers.0.mlp.c_proj.weight']
+    """
     return KEYS.invert(state_dict, config)

@@ -167,19 +167,37 @@ def swiglu_of_halves(x: torch.Tensor) -> torch.Tensor:
 
 
 class GeLUFunction:
-    """`GeLUFunction.apply` is `bias_gelu_impl`."""
+    """`GeLUFunction.apply` is `bias_gelu_impl`.
+
+    Example:
+        >>> from flash_attn.ops.activations import GeLUFunction
+        >>> GeLUFunction.apply(torch.tensor([[0.0, 1.0]]), torch.tensor([1.0, -1.0]))
+        tensor([[0.8412, 0.0000]])
+    """
 
     apply = staticmethod(bias_gelu_impl)
 
 
 class FastGeLUFunction:
-    """`FastGeLUFunction.apply` is `fast_gelu_impl`."""
+    """`FastGeLUFunction.apply` is `fast_gelu_impl`.
+
+    Example:
+        >>> from flash_attn.ops.activations import FastGeLUFunction
+        >>> FastGeLUFunction.apply(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.1588,  0.0000,  0.8412])
+    """
 
     apply = staticmethod(fast_gelu_impl)
 
 
 class SwiGLUFunction:
-    """`SwiGLUFunction.apply` is `swiglu`."""
+    """`SwiGLUFunction.apply` is `swiglu`.
+
+    Example:
+        >>> from flash_attn.ops.activations import SwiGLUFunction
+        >>> SwiGLUFunction.apply(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 2.0]))
+        tensor([0.0000, 1.4621])
+    """
 
     apply = staticmethod(swiglu)
 

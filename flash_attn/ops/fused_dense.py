@@ -79,7 +79,13 @@ def fused_dense_func(
 
 
 class FusedDenseFunc:
-    """`FusedDenseFunc.apply` is `fused_dense_func`."""
+    """`FusedDenseFunc.apply` is `fused_dense_func`.
+
+    Example:
+        >>> from flash_attn.ops.fused_dense import FusedDenseFunc
+        >>> FusedDenseFunc.apply(torch.randn(5, 64), torch.randn(128, 64), torch.zeros(128)).shape
+        torch.Size([5, 128])
+    """
 
     apply = staticmethod(fused_dense_func)
 
@@ -140,7 +146,14 @@ def fused_mlp_func(
 
 
 class FusedMLPFunc:
-    """`FusedMLPFunc.apply` is `fused_mlp_func` with each bias after its weight."""
+    """`FusedMLPFunc.apply` is `fused_mlp_func` with each bias after its weight.
+
+    Example:
+        >>> from flash_attn.ops.fused_dense import FusedMLPFunc
+        >>> x, weight1, weight2 = torch.randn(5, 64), torch.randn(256, 64), torch.randn(64, 256)
+        >>> FusedMLPFunc.apply(x, weight1, torch.zeros(256), weight2, torch.zeros(64)).shape
+        torch.Size([5, 64])
+    """
 
     @staticmethod
     def apply(

@@ -192,7 +192,14 @@ def dropout_add_layer_norm_parallel_residual(
 
 
 class DropoutAddLayerNormFn:
-    """`apply` is `dropout_add_layer_norm` or `dropout_add_rms_norm`, with its arguments in another order."""
+    """`apply` is `dropout_add_layer_norm` or `dropout_add_rms_norm`, with its arguments in another order.
+
+    Example:
+        >>> from flash_attn.ops.layer_norm import DropoutAddLayerNormFn
+        >>> x, residual, ones = torch.randn(5, 8), torch.randn(5, 8), torch.ones(8)
+        >>> DropoutAddLayerNormFn.apply(x, residual, ones, torch.zeros(8), None, None, 0.1, 1e-5).shape
+        torch.Size([5, 8])
+    """
 
     @staticmethod
     def apply(
@@ -229,7 +236,15 @@ class DropoutAddLayerNormFn:
 
 
 class DropoutAddLayerNormSubsetFn:
-    """`apply` is the `subset` function of LayerNorm or RMSNorm, with its arguments in another order."""
+    """`apply` is the `subset` function of LayerNorm or RMSNorm, with its arguments in another order.
+
+    Example:
+        >>> from flash_attn.ops.layer_norm import DropoutAddLayerNormSubsetFn
+        >>> x0, residual, ones = torch.randn(2, 8), torch.randn(4, 8), torch.ones(8)
+        >>> rows = torch.tensor([0, 1, 0, 2], dtype=torch.int32)  # rows 1 and 3 of the residual take part
+        >>> DropoutAddLayerNormSubsetFn.apply(x0, residual, ones, None, None, rows, rows, 0.0, 1e-5, 1.0, 2).shape
+        torch.Size([2, 8])
+    """
 
     @staticmethod
     def apply(
@@ -272,7 +287,16 @@ class DropoutAddLayerNormSubsetFn:
 
 
 class DropoutAddLayerNormParallelResidualFn:
-    """`apply` is the `parallel_residual` function of LayerNorm or RMSNorm, with its arguments in another order."""
+    """`apply` is the `parallel_residual` function of LayerNorm or RMSNorm, with its arguments in another order.
+
+    Example:
+        >>> from flash_attn.ops.layer_norm import DropoutAddLayerNormParallelResidualFn
+        >>> x0, x1, residual, ones = torch.randn(5, 8), torch.randn(5, 8), torch.randn(5, 8), torch.ones(8)
+        >>> out0, out1 = DropoutAddLayerNormParallelResidualFn.apply(
+        ...     x0, x1, residual, ones, None, 2 * ones, None, 0.0, 1e-5)
+        >>> torch.allclose(out1, 2 * out0)
+        True
+    """
 
     @staticmethod
     def apply(
@@ -385,5 +409,12 @@ class DropoutAddLayerNorm(torch.nn.Module):
 
 
 def maybe_align(x: torch.Tensor, alignment_in_bytes: int = 16) -> torch.Tensor:
-    """Returns x, or a copy if its address is not a multiple of `alignment_in_bytes`."""
+    """Returns x, or a copy if its address is not a multiple of `alignment_in_bytes`.
+
+    Example:
+        >>> from flash_attn.ops.layer_norm import maybe_align
+        >>> x = torch.randn(9)[1:]  # its address is 4 bytes behind a multiple of 16
+        >>> maybe_align(x).data_ptr() % 16
+        0
+    """
     return x if x.data_ptr() % alignment_in_bytes == 0 else x.clone()

@@ -26,6 +26,15 @@ class Meshes(NamedTuple):
     loss: dp_replicate x dp_shard x cp, over which gradients are averaged: the loss_group of a `Plan`.
     hsdp: what `torch.distributed.fsdp.fully_shard` takes: fsdp, or with copies two dimensions, (dp_replicate, fsdp).
         Gradients are then reduced within a copy, where links are fast, and only their parts between copies (HSDP).
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.parallel import build_mesh
+        >>> meshes = build_mesh()
+        >>> meshes.whole.mesh_dim_names, meshes.fsdp.size()
+        (('dp_replicate', 'dp_shard', 'cp', 'tp'), 1)
+        >>> dist.destroy_process_group()
     """
 
     whole: DeviceMesh

@@ -174,6 +174,14 @@ def pytorch_profiler(
         amp, amp_dtype: whether to call it under autocast, and to which dtype.
         cpu: profile the CPU beside the GPU; it is profiled in any case if there is no GPU.
         verbose: print a table of the 50 longest operations.
+
+    Example:
+        >>> import os, tempfile
+        >>> from flash_attn.utils.benchmark import pytorch_profiler
+        >>> trace = os.path.join(tempfile.mkdtemp(), "trace.json")
+        >>> pytorch_profiler(torch.matmul, *torch.randn(2, 8, 8), trace_filename=trace, verbose=False)
+        >>> os.path.exists(trace)
+        True
     """
     forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
     grad = _grad_of(forward(), None) if backward else None

@@ -88,7 +88,16 @@ def all_reduce_raw(
 
 
 class AllGatherFunc(torch.autograd.Function):
-    """The autograd function of `all_gather`."""
+    """The autograd function of `all_gather`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import AllGatherFunc
+        >>> AllGatherFunc.apply(torch.ones(2, 3), dist.group.WORLD).shape  # on 4 processes (8, 3)
+        torch.Size([2, 3])
+        >>> dist.destroy_process_group()
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -103,7 +112,16 @@ class AllGatherFunc(torch.autograd.Function):
 
 
 class ReduceScatterFunc(torch.autograd.Function):
-    """The autograd function of `reduce_scatter`."""
+    """The autograd function of `reduce_scatter`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import ReduceScatterFunc
+        >>> ReduceScatterFunc.apply(torch.ones(4, 3), dist.group.WORLD).shape  # on 4 processes (1, 3)
+        torch.Size([4, 3])
+        >>> dist.destroy_process_group()
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -118,7 +136,16 @@ class ReduceScatterFunc(torch.autograd.Function):
 
 
 class AllReduceFunc(torch.autograd.Function):
-    """The autograd function of `all_reduce`."""
+    """The autograd function of `all_reduce`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import AllReduceFunc
+        >>> AllReduceFunc.apply(torch.ones(2), dist.group.WORLD)  # on 4 processes fours
+        tensor([1., 1.])
+        >>> dist.destroy_process_group()
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -139,7 +166,18 @@ class AllReduceFunc(torch.autograd.Function):
 
 
 class ReplicatedFunc(torch.autograd.Function):
-    """The autograd function of `replicated`, and the gradient of `all_reduce`."""
+    """The autograd function of `replicated`, and the gradient of `all_reduce`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import ReplicatedFunc
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> ReplicatedFunc.apply(x, dist.group.WORLD).sum().backward()
+        >>> x.grad  # on 4 processes fours
+        tensor([1., 1.])
+        >>> dist.destroy_process_group()
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -338,6 +376,14 @@ def host_group(process_group: ProcessGroup) -> ProcessGroup:
     """Returns a group of the same processes that exchanges tensors on the CPU: process_group itself if it can.
 
     The first call for another group must be made by all its processes: it makes one with gloo, which is kept.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import host_group
+        >>> host_group(dist.group.WORLD) is dist.group.WORLD  # as gloo exchanges tensors on the CPU
+        True
+        >>> dist.destroy_process_group()
     """
     if "cpu" in backends_of(process_group):
         return process_group
@@ -348,7 +394,16 @@ def host_group(process_group: ProcessGroup) -> ProcessGroup:
 
 
 def device_of(process_group: ProcessGroup) -> torch.device:
-    """Returns where process_group exchanges tensors: on the CPU with gloo alone, else on the current GPU."""
+    """Returns where process_group exchanges tensors: on the CPU with gloo alone, else on the current GPU.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import device_of
+        >>> device_of(dist.group.WORLD)
+        device(type='cpu')
+        >>> dist.destroy_process_group()
+    """
     if backends_of(process_group).get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -358,5 +413,13 @@ def backends_of(process_group: ProcessGroup | None = None) -> dict[str, str]:
     """Returns the backend of each type of device: {"cpu": "gloo", "cuda": "nccl"}. None: of the default group.
 
     The name of a group's backend does not tell: it is "undefined" for one that was made without a name.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.utils.distributed import backends_of
+        >>> backends_of()["cpu"]
+        'gloo'
+        >>> dist.destroy_process_group()
     """
     return dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))

@@ -68,7 +68,16 @@ def state_dict_from_pretrained(
 
 
 def checkpoint_files(model_name: str | os.PathLike[str], **hub: Any) -> list[pathlib.Path]:
-    """The files of a checkpoint, several if it is sharded. Arguments and errors: see `state_dict_from_pretrained`."""
+    """The files of a checkpoint, several if it is sharded. Arguments and errors: see `state_dict_from_pretrained`.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from flash_attn.utils.pretrained import checkpoint_files
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "pytorch_model.bin")
+        >>> torch.save({"norm.weight": torch.ones(8, dtype=torch.bfloat16)}, file)
+        >>> [path.name for path in checkpoint_files(file.parent)]
+        ['pytorch_model.bin']
+    """
     if pathlib.Path(model_name).is_file():
         return [pathlib.Path(model_name)]
     find = _finder(model_name, **hub)
@@ -104,14 +113,30 @@ def config_of_pretrained(model_name: str | os.PathLike[str], name: str = "config
 
 
 def dtype_of_pretrained(model_name: str | os.PathLike[str], **hub: Any) -> torch.dtype | None:
-    """The dtype of a checkpoint's first floating-point tensor, None if it has none."""
+    """The dtype of a checkpoint's first floating-point tensor, None if it has none.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from flash_attn.utils.pretrained import dtype_of_pretrained
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "pytorch_model.bin")
+        >>> torch.save({"norm.weight": torch.ones(8, dtype=torch.bfloat16)}, file)
+        >>> dtype_of_pretrained(file.parent)
+        torch.bfloat16
+    """
     files = checkpoint_files(model_name, **hub)
     tensors = (tensor for path in files for tensor in load_file(path, device="meta").values())
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def config_is_missing(model_name: str | os.PathLike[str], needed: str = "config", **hub: Any) -> OSError:
-    """The error for a checkpoint without config.json, where the argument that is `needed` is not given either."""
+    """The error for a checkpoint without config.json, where the argument that is `needed` is not given either.
+
+    Example:
+        >>> import tempfile
+        >>> from flash_attn.utils.pretrained import config_is_missing
+        >>> config_is_missing(tempfile.gettempdir())  # doctest: +ELLIPSIS
+        OSError('config must be given, as there is no config.json in ...')
+    """
     why = ""
     if not pathlib.Path(model_name).exists():
         try:
@@ -122,7 +147,13 @@ def config_is_missing(model_name: str | os.PathLike[str], needed: str = "config"
 
 
 def existing_device(device: torch.device | str | int) -> torch.device:
-    """`device` as a torch.device. Raises ValueError for a GPU where PyTorch can use none."""
+    """`device` as a torch.device. Raises ValueError for a GPU where PyTorch can use none.
+
+    Example:
+        >>> from flash_attn.utils.pretrained import existing_device
+        >>> existing_device("cpu")
+        device(type='cpu')
+    """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         why = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
@@ -193,7 +224,16 @@ def _on_hub(model_name: str, options: dict[str, Any]) -> Callable[[str], pathlib
 def load_file(
     path: pathlib.Path, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of one file. On the device "meta", only their names, shapes and dtypes are read."""
+    """The tensors of one file. On the device "meta", only their names, shapes and dtypes are read.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from flash_attn.utils.pretrained import load_file
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "pytorch_model.bin")
+        >>> torch.save({"norm.weight": torch.ones(8, dtype=torch.bfloat16)}, file)
+        >>> load_file(file, device="meta")["norm.weight"].shape
+        torch.Size([8])
+    """
     device = None if device is None else torch.device(device)
     # Tensors that a cast makes smaller are cast on the CPU, before they are moved.
     first = "cpu" if dtype not in (None, torch.float32) or device is None else device
@@ -210,7 +250,16 @@ def load_file(
 
 
 def pieces_of_file(path: pathlib.Path) -> Iterator[dict[str, Tensor]]:
-    """The tensors of one file in pieces of about `PIECE` bytes, where the file allows that, on the CPU."""
+    """The tensors of one file in pieces of about `PIECE` bytes, where the file allows that, on the CPU.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from flash_attn.utils.pretrained import pieces_of_file
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "pytorch_model.bin")
+        >>> torch.save({"norm.weight": torch.ones(8, dtype=torch.bfloat16)}, file)
+        >>> [list(piece) for piece in pieces_of_file(file)]
+        [['norm.weight']]
+    """
     if path.suffix != ".safetensors":
         yield load_file(path)
         return

@@ -50,6 +50,15 @@ def state_of_forward(x: Tensor) -> Callable[[], contextlib.AbstractContextManage
     """Returns a function that makes a context in which a layer computes of x the same again, with its dropout.
 
     x: a tensor on the device of the layer, whose generator and autocast are restored, and the generator of the CPU.
+
+    Example:
+        >>> from flash_attn.utils.recompute import state_of_forward
+        >>> x = torch.randn(4, 8)
+        >>> again = state_of_forward(x)
+        >>> out = torch.dropout(x, 0.5, train=True)
+        >>> with again():
+        ...     torch.equal(torch.dropout(x, 0.5, train=True), out)
+        True
     """
     device = x.device
     generators = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]

@@ -8,6 +8,20 @@ _HEAD = (  # of BERT
     "self, input_ids=None, *, position_ids=None, token_type_ids=None, attention_mask=None, inputs_embeds=None, "
     "labels=None, num_items_in_batch=None, return_dict=None, **options"
 )
+# Of ring-flash-attention: the beginnings of names and what follows the tensors, the ends and the tensors, and the rest.
+_RING_LENGTHS = {
+    **dict.fromkeys(("ring_flash_attn_", "zigzag_ring_flash_attn_", "stripe_flash_attn_"), ""),
+    **dict.fromkeys(("ring_flash_attn_varlen_", "zigzag_ring_flash_attn_varlen_"), "cu_seqlens, max_seqlen, "),
+    "llama3_flash_attn_varlen_": (
+        "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice, "
+    ),
+}
+_RING_TENSORS = {"func": "q, k, v", "kvpacked_func": "q, kv", "qkvpacked_func": "qkv"}
+_RING_OPTIONS = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, deterministic=False, "
+    "return_attn_probs=False, group=None"
+)
+
 SIGNATURES = {
     "flash_attn.batch_invariance": {
         "batch_invariant": "level=1",
@@ -69,6 +83,37 @@ SIGNATURES = {
         "heads_to_seq": "x, group",
         "merge_attention": "outs, lses",
         "seq_to_heads": "x, group",
+    },
+    "flash_attn.context_parallel.compat.ring_flash_attn": {
+        "llama3_flash_attn_prepare_cu_seqlens": "cu_seqlens, causal, rank, world_size",
+        "substitute_hf_flash_attn": "process_group, heads_k_stride",
+        "update_ring_flash_attn_params": "cu_seqlens, process_group",
+        **{
+            f"{begin}{end}": f"{tensors}, {lengths}{_RING_OPTIONS}"
+            for begin, lengths in _RING_LENGTHS.items()
+            for end, tensors in _RING_TENSORS.items()
+        },
+    },
+    "flash_attn.context_parallel.compat.yunchang": {
+        "LongContextAttention": (
+            "scatter_idx=2, gather_idx=1, ring_impl_type='basic', use_pack_qkv=False, use_sync=False, attn_type=None, "
+            "attn_processor=None"
+        ),
+        "LongContextAttention.forward": (
+            "self, query, key, value, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+            "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, *args"
+        ),
+        "LongContextAttentionQKVPacked": (
+            "scatter_idx=3, gather_idx=1, ring_impl_type='basic', use_sync=False, attn_type=None"
+        ),
+        "LongContextAttentionQKVPacked.forward": "self, qkv, *args, **kwargs",
+        "UlyssesAttention": (
+            "sequence_process_group=None, scatter_idx=2, gather_idx=1, use_sync=False, attn_type=None"
+        ),
+        "basic_extract_local": "value, rank, world_size, *args, dim=1, **kwargs",
+        "set_seq_parallel_pg": "sp_ulysses_degree, sp_ring_degree, rank, world_size, use_ulysses_low=True",
+        "stripe_extract_local": "value, rank, world_size, rd, ud, *args, dim=1, **kwargs",
+        "zigzag_extract_local": "value, rank, world_size, rd, ud, dim=1, *args, **kwargs",
     },
     "flash_attn.cute.interface": {  # of extras/flash-attn-4
         "flash_attn_func": (
@@ -1107,6 +1152,7 @@ OTHER_NAMES = {
         "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
     ),
     "flash_attn.bert_padding": "IndexFirstAxis IndexFirstAxisResidual IndexPutFirstAxis",
+    "flash_attn.context_parallel.compat.yunchang": "AttnType EXTRACT_FUNC_DICT RING_IMPL_QKVPACKED_DICT",
     "flash_attn.flash_attn_interface": (
         "FlashAttnFunc FlashAttnKVPackedFunc FlashAttnQKVPackedFunc FlashAttnVarlenFunc FlashAttnVarlenKVPackedFunc "
         "FlashAttnVarlenQKVPackedFunc USE_TRITON_ROCM flash_attn_gpu"

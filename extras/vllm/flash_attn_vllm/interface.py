@@ -194,6 +194,12 @@ def get_scheduler_metadata(
 def row_positions(cu_seqlens_q: Tensor, seqlens_k: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """(entry, position) of each row, (rows,): the last row of an entry is at its last key. Of rows behind the
     last entry, those of that entry. The device decides, so a CUDA graph may hold it.
+
+    Example:
+        >>> from flash_attn_vllm.interface import row_positions
+        >>> entry, position = row_positions(torch.tensor([0, 2, 3]), torch.tensor([5, 9]), rows=3)
+        >>> entry.tolist(), position.tolist()
+        ([0, 0, 1], [3, 4, 8])
     """
     ends = cu_seqlens_q[1:]
     row = torch.arange(rows, dtype=ends.dtype, device=ends.device)

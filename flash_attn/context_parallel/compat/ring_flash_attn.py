@@ -308,6 +308,15 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
         process_group: the ranks. heads_k_stride: as in `llama3_flash_attn_varlen_func`.
 
     Models with sinks, softcap, masks, a position bias, or attention that is not causal raise an error that names it.
+
+    Example:
+        >>> from flash_attn.context_parallel.compat.ring_flash_attn import (
+        ...     substitute_hf_flash_attn, update_ring_flash_attn_params)
+        >>> substitute_hf_flash_attn(group, heads_k_stride=1)                                     # doctest: +SKIP
+        >>> options = dict(attn_implementation="flash_attention_2", dtype=torch.bfloat16)
+        >>> model = AutoModelForCausalLM.from_pretrained(name, **options)                         # doctest: +SKIP
+        >>> update_ring_flash_attn_params(cu_seqlens, group)  # before each batch                 # doctest: +SKIP
+        >>> logits = model(input_ids, position_ids=position_ids).logits  # of this rank's tokens  # doctest: +SKIP
     """
     from transformers import AttentionInterface
 
@@ -349,6 +358,12 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any) -> Non
     """Set the documents of the next batch for models of transformers: see `substitute_hf_flash_attn`.
 
     cu_seqlens: int32 (documents + 1,), of the whole row. process_group: the ranks.
+
+    Example:
+        >>> from flash_attn.context_parallel.compat.ring_flash_attn import update_ring_flash_attn_params
+        >>> cu_seqlens = torch.tensor([0, 40, 64], dtype=torch.int32)  # two documents
+        >>> update_ring_flash_attn_params(cu_seqlens, group)                                      # doctest: +SKIP
+        >>> logits = model(input_ids, position_ids=position_ids).logits  # of this rank's tokens  # doctest: +SKIP
     """
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     prepared = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, world_size)

@@ -48,7 +48,13 @@ _GROUPS: dict[str, Any] = {}  # what `set_seq_parallel_pg` has set: the group, a
 
 
 class AttnType(enum.Enum):
-    """The kernels of yunchang. Here attention is always that of this package."""
+    """The kernels of yunchang. Here attention is always that of this package.
+
+    Example:
+        >>> from flash_attn.context_parallel.compat.yunchang import AttnType
+        >>> AttnType.from_string("fa3") is AttnType.FA3
+        True
+    """
 
     AITER = "aiter"
     FA = "fa"
@@ -82,6 +88,13 @@ def set_seq_parallel_pg(
             world_size, and other groups have other sequences.
         rank, world_size: of this process among all.
         use_ulysses_low: whether neighbouring ranks share heads, or keys.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel.compat.yunchang import set_seq_parallel_pg
+        >>> set_seq_parallel_pg(sp_ulysses_degree=1, sp_ring_degree=1, rank=0, world_size=1)
+        >>> dist.destroy_process_group()
     """
     size = checks.count("sp_ulysses_degree", sp_ulysses_degree, 1) * checks.count("sp_ring_degree", sp_ring_degree, 1)
     checks.number("sp_ulysses_degree * sp_ring_degree", size, world_size % size == 0, "a divisor of {}", world_size)
@@ -184,6 +197,15 @@ class LongContextAttentionQKVPacked(_Attention):
     """`LongContextAttention` of packed queries, keys and values (batch, seqlen, 3, heads, head_dim).
 
     The arguments are those of `LongContextAttention`, with a scatter_idx of 3.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+        >>> from flash_attn.context_parallel.compat.yunchang import LongContextAttentionQKVPacked, set_seq_parallel_pg
+        >>> set_seq_parallel_pg(sp_ulysses_degree=1, sp_ring_degree=1, rank=0, world_size=1)
+        >>> LongContextAttentionQKVPacked()(torch.randn(1, 64, 3, 4, 16), causal=True).shape
+        torch.Size([1, 64, 4, 16])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

@@ -201,7 +201,14 @@ def remap_state_dict_timm(state_dict: Mapping[str, Any], model: Any) -> OrderedD
 
 
 def inv_remap_state_dict_timm(state_dict: Mapping[str, Any], model: Any) -> OrderedDict[str, Any]:
-    """A state dict that timm's VisionTransformer with the same options loads, of one of `model`."""
+    """A state dict that timm's VisionTransformer with the same options loads, of one of `model`.
+
+    Example:
+        >>> from flash_attn.models.vit import VisionTransformer, inv_remap_state_dict_timm
+        >>> model = VisionTransformer(img_size=32, num_classes=10, embed_dim=32, depth=1, num_heads=2)
+        >>> "blocks.0.attn.qkv.weight" in inv_remap_state_dict_timm(model.state_dict(), model)
+        True
+    """
     result = OrderedDict(state_dict)
     for qkv, q, kv in _last_projections(model):
         if q in result:

@@ -19,6 +19,16 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: Any) -> Tenso
 
     Returns the cache of these sequences up to the last key, (batch, seqlen_offset + seqlen, 2, heads_kv, head_dim).
     Raises ValueError if they do not fit into it, with a block table, and for a prompt behind other keys.
+
+    Example:
+        >>> from flash_attn.modules.mha import _update_kv_cache
+        >>> from flash_attn.utils.generation import InferenceParams
+        >>> state = InferenceParams(max_seqlen=8, max_batch_size=2)
+        >>> _update_kv_cache(torch.randn(2, 5, 2, 4, 16), state, layer_idx=0).shape
+        torch.Size([2, 5, 2, 4, 16])
+        >>> state.seqlen_offset = 5
+        >>> _update_kv_cache(torch.randn(2, 1, 2, 4, 16), state, layer_idx=0).shape
+        torch.Size([2, 6, 2, 4, 16])
     """
     if has_pages(inference_params):
         raise ValueError("inference_params.block_table must be None for a cache in one piece, found a tensor")

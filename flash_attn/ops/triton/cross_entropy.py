@@ -82,7 +82,14 @@ def cross_entropy_loss(
 
 
 class CrossEntropyLoss:
-    """`CrossEntropyLoss.apply` is `cross_entropy_loss`."""
+    """`CrossEntropyLoss.apply` is `cross_entropy_loss`.
+
+    Example:
+        >>> from flash_attn.ops.triton.cross_entropy import CrossEntropyLoss
+        >>> losses, z_losses = CrossEntropyLoss.apply(torch.zeros(2, 8), torch.tensor([3, -100]))
+        >>> losses
+        tensor([2.0794, 0.0000])
+    """
 
     apply = staticmethod(cross_entropy_loss)
 

@@ -17,7 +17,13 @@ _gaussian_pdf_normalization = 1.0 / math.sqrt(2 * math.pi)
 
 
 class Activation(str, enum.Enum):
-    """The names of the activations."""
+    """The names of the activations.
+
+    Example:
+        >>> from flash_attn.ops.triton.k_activations import Activation
+        >>> [each.value for each in Activation]
+        ['squared_relu', 'gelu', 'gelu_approx', 'leaky_relu', 'relu']
+    """
 
     SquaredReLU = "squared_relu"
     GeLU = "gelu"
@@ -27,12 +33,22 @@ class Activation(str, enum.Enum):
 
 
 def get_triton_activation_kernel(activation: Activation | str | None) -> Callable | None:
-    """The device function of an activation, or None for None. Raises KeyError for an unknown name."""
+    """The device function of an activation, or None for None. Raises KeyError for an unknown name.
+
+    Example:
+        >>> from flash_attn.ops.triton.k_activations import get_triton_activation_kernel
+        >>> function = get_triton_activation_kernel("gelu")  # doctest: +SKIP
+    """
     return _device_function(activation, "")
 
 
 def get_triton_activation_bwd_kernel(activation: Activation | str | None) -> Callable | None:
-    """The device function of an activation's derivative, or None for None. Raises KeyError for an unknown name."""
+    """The device function of an activation's derivative, or None for None. Raises KeyError for an unknown name.
+
+    Example:
+        >>> from flash_attn.ops.triton.k_activations import get_triton_activation_bwd_kernel
+        >>> function = get_triton_activation_bwd_kernel("gelu")  # doctest: +SKIP
+    """
     return _device_function(activation, "_grad")
 
 

@@ -277,7 +277,13 @@ def rms_norm_fn(
 
 
 class LayerNormFn:
-    """`LayerNormFn.apply` is `layer_norm_fn`."""
+    """`LayerNormFn.apply` is `layer_norm_fn`.
+
+    Example:
+        >>> from flash_attn.ops.triton.layer_norm import LayerNormFn
+        >>> LayerNormFn.apply(torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64)).shape
+        torch.Size([2, 5, 64])
+    """
 
     apply = staticmethod(layer_norm_fn)
 
@@ -315,7 +321,14 @@ def layer_norm_linear_fn(
 
 
 class LayerNormLinearFn:
-    """`LayerNormLinearFn.apply` is `layer_norm_linear_fn`."""
+    """`LayerNormLinearFn.apply` is `layer_norm_linear_fn`.
+
+    Example:
+        >>> from flash_attn.ops.triton.layer_norm import LayerNormLinearFn
+        >>> x, weight = torch.randn(2, 5, 64), torch.randn(128, 64)
+        >>> LayerNormLinearFn.apply(x, torch.ones(64), torch.zeros(64), weight, None).shape
+        torch.Size([2, 5, 128])
+    """
 
     apply = staticmethod(layer_norm_linear_fn)
 

@@ -82,12 +82,23 @@ def triton_dgrad_act(
 
 
 def init_to_zero(name: str) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
-    """A hook for Triton's autotuner that zeroes the kernel argument `name` before each run."""
+    """A hook for Triton's autotuner that zeroes the kernel argument `name` before each run.
+
+    Example:
+        >>> from flash_attn.ops.triton.linear import init_to_zero
+        >>> init_to_zero("C")({"C": torch.ones(2)})
+        tensor([0., 0.])
+    """
     return lambda nargs: nargs[name].zero_()
 
 
 def get_configs_io_bound() -> list[Any]:
-    """Configurations of tiles for products of few rows, as Triton's autotuner takes them."""
+    """Configurations of tiles for products of few rows, as Triton's autotuner takes them.
+
+    Example:
+        >>> from flash_attn.ops.triton.linear import get_configs_io_bound
+        >>> configs = get_configs_io_bound()  # doctest: +SKIP
+    """
     return triton.find("linear_act", "get_configs_io_bound")()
 
 

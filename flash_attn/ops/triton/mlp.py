@@ -39,7 +39,14 @@ def fused_dense_sqrelu_dense_function(
 
 
 class FusedDenseSqreluDenseFunc:
-    """`FusedDenseSqreluDenseFunc.apply` is `fused_dense_sqrelu_dense_function`."""
+    """`FusedDenseSqreluDenseFunc.apply` is `fused_dense_sqrelu_dense_function`.
+
+    Example:
+        >>> from flash_attn.ops.triton.mlp import FusedDenseSqreluDenseFunc
+        >>> x, weight1, weight2 = torch.randn(5, 64), torch.randn(256, 64), torch.randn(64, 256)
+        >>> FusedDenseSqreluDenseFunc.apply(x, weight1, torch.zeros(256), weight2, torch.zeros(64)).shape
+        torch.Size([5, 64])
+    """
 
     apply = staticmethod(fused_dense_sqrelu_dense_function)
 

@@ -37,7 +37,17 @@ class GreedySearchDecoderOnlyOutput:
 
 
 class SampleDecoderOnlyOutput(GreedySearchDecoderOnlyOutput):
-    """The same fields, for tokens that were drawn at random."""
+    """The same fields, for tokens that were drawn at random.
+
+    Example:
+        >>> from flash_attn.models.gpt import GPTLMHeadModel
+        >>> from flash_attn.utils.generation import SampleDecoderOnlyOutput, decode
+        >>> from transformers import GPT2Config
+        >>> model = GPTLMHeadModel(GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4)).eval()
+        >>> output = decode(torch.tensor([[5, 6, 7]]), model, max_length=4, top_k=10)
+        >>> isinstance(output, SampleDecoderOnlyOutput), output.sequences.shape
+        (True, torch.Size([1, 4]))
+    """
 
 
 def _output_class(top_k: int) -> type[GreedySearchDecoderOnlyOutput]:

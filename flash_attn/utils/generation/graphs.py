@@ -62,6 +62,11 @@ class DecodingCGCache:
     autocast: the dtype of autocast when the graphs were captured, None without autocast.
     addresses: where the graphs read the model's parameters and buffers.
     level: of batch invariance, when the graphs were captured.
+
+    Example:
+        >>> from flash_attn.utils.generation import DecodingCGCache, update_graph_cache
+        >>> cache = update_graph_cache(model, DecodingCGCache(), 1, seqlen_og=3, max_seqlen=64)  # doctest: +SKIP
+        >>> logits = cache.run(token, position_ids, seqlen=3)  # token (1, 1), position_ids 3    # doctest: +SKIP
     """
 
     max_batch_size: int = 0
@@ -127,6 +132,11 @@ def update_graph_cache(
             must get the pages that they need, in place.
 
     Raises ValueError if the model is not on a GPU.
+
+    Example:
+        >>> from flash_attn.utils.generation import update_graph_cache
+        >>> cache = update_graph_cache(model, None, batch_size=1, seqlen_og=3, max_seqlen=64)    # doctest: +SKIP
+        >>> logits = cache.run(token, position_ids, seqlen=3)  # token (1, 1), position_ids 3    # doctest: +SKIP
     """
     parameter = next(model.parameters())
     device = parameter.device
@@ -189,6 +199,11 @@ def capture_graph(
 
     Returns run(input_ids, position_ids, seqlen) -> logits (batch_size, decoding_seqlen, vocab), where the caches hold
     seqlen tokens, an integer or a tensor (batch_size,). Raises ValueError for a decoding_seqlen that is out of range.
+
+    Example:
+        >>> from flash_attn.utils.generation import capture_graph
+        >>> run = capture_graph(model, inference_params, batch_size=1, max_seqlen=64)            # doctest: +SKIP
+        >>> logits = run(token, position_ids, 3)  # token (1, 1), position_ids 3                 # doctest: +SKIP
     """
     checks.integer("decoding_seqlen", decoding_seqlen)
     fits = 0 < decoding_seqlen < max_seqlen

@@ -230,7 +230,14 @@ def flash_attn_combine(
 
 
 class SchedulerMetadata(NamedTuple):
-    """What `get_scheduler_metadata` returns: a tensor that says nothing."""
+    """What `get_scheduler_metadata` returns: a tensor that says nothing.
+
+    Example:
+        >>> from flash_attn.cute.interface import SchedulerMetadata, get_scheduler_metadata
+        >>> seqused_k = torch.tensor([3, 5], dtype=torch.int32)
+        >>> isinstance(get_scheduler_metadata(1, 512, 8, 4, 64, 1, seqused_k=seqused_k), SchedulerMetadata)
+        True
+    """
 
     metadata: Tensor
 
