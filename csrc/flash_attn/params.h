@@ -146,7 +146,6 @@ struct WidenParams {
   int* table;
   TensorRef<> q;             // like fwd.q, contiguous; data is null if fwd.q is fp16 already
   int longest_q, longest_k;  // no entry has more rows, or keys
-  int least_rows = 0;        // keys of entries with fewer rows, of all heads that share a key head, are left out
 };
 
 // S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. Keys are cut into blocks of dmask_width

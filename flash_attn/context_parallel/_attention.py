@@ -383,7 +383,7 @@ def _packed_lse(lse, launch):
 
 def _gathered_attention(q, k, v, sink, plan, softmax_scale, window, softcap, chunk, deterministic):
     """out and softmax_lse of attention by "gather"."""
-    head_bytes = plan.total * q.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size()
+    head_bytes = plan.total * q.shape[0] * (k.shape[3] + v.shape[3]) * q.element_size()
     groups = plan.groups_of_heads(k.shape[2], head_bytes)
     fits = k.shape[2] % groups == 0
     checks.number("head_groups of the plan", groups, fits, "a divisor of the heads of k, {}", k.shape[2])

@@ -96,19 +96,18 @@ TensorRef<const void> as_input(const TensorRef<>& x) { return {x.data, x.batch, 
 
 // Has a call with codes read fp16 in place of codes and of queries in bf16, as far as its kernel does not convert them
 // itself. Returns the memory for it, which must live until the launch. It is allocated at once, since that takes time.
-OptionalTensor widen(FwdCall& call, const flash_attn::ReadByKernel& read, const Tensor& q) {
+OptionalTensor widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q) {
   FwdParams& p = call.p;
   flash_attn::Problem& problem = p.problem;
-  const bool codes_are_read = read.codes && !read.but_of_many_rows;
-  const bool widens_q = p.out_dtype != problem.dtype && !read.queries;
+  const auto [codes_are_read, queries_are_read] = read_by_kernel(p, hints);
+  const bool widens_q = p.out_dtype != problem.dtype && !queries_are_read;
   if (codes_are_read && !widens_q) return std::nullopt;
   bool by_entry = false;
   const auto [entries, rows] = codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, by_entry);
   flash_attn::WidenParams all{.fwd = p,
                               .by_entry = by_entry,
                               .longest_q = static_cast<int>(call.longest_q),
-                              .longest_k = static_cast<int>(call.longest_k),
-                              .least_rows = read.but_of_many_rows ? flash_attn::kMostCodedRows + 1 : 0};
+                              .longest_k = static_cast<int>(call.longest_k)};
   const int64_t vectors = entries * rows * problem.heads_k;
   const auto aligned = [](int64_t elements) { return round_up(elements, 8); };  // so that each tensor begins aligned
   const int64_t k_at = aligned(widens_q ? q.numel() : 0), v_at = k_at + aligned(vectors * problem.head_dim);
@@ -252,24 +251,14 @@ void plan_and_launch(FwdCall& call, const Tensor& q, OptionalTensor bias, Append
   const flash_attn::FwdHints hints = hints_of(call, q.get_device_index());
   p.one_instance = hints.invariance == 2;
   OptionalTensor widened;
-  flash_attn::ReadByKernel read{};
   if (p.coded) {
     if (append != nullptr) p.q = append_apart(*std::exchange(append, nullptr), q);
     p.aligned = all_aligned(p);
-    read = read_by_kernel(p, hints);
-    FwdParams few_rows = p;
-    widened = widen(call, read, q);
+    widened = widen(call, hints, q);
     p.aligned = all_aligned(p);
-    if (read.but_of_many_rows) {
-      few_rows.q = p.q;
-      flash_attn::FwdChoice choice = plan_fwd(few_rows, hints);
-      leave_many_rows(choice.plan);
-      launch(few_rows, choice, q);
-    }
   }
   place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
   flash_attn::FwdChoice choice = plan_fwd(p, hints);
-  if (read.but_of_many_rows) leave_few_rows(choice.plan);
   if (append != nullptr && appends_in_decoding(p, choice.plan, append->p, hints)) {
     std::get<flash_attn::DecodePlan>(choice.plan).append = &append->p;
   } else if (append != nullptr) {

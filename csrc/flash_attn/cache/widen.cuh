@@ -118,8 +118,6 @@ __global__ __launch_bounds__(kWidenThreads) void widen_kernel(const __grid_const
     return widen_as.template operator()<uint16_t, 1>();
   }
   if (what == 0 && p.table != nullptr && blockIdx.y == 0 && threadIdx.x == 0) p.table[entry] = entry;
-  const int64_t rows = int64_t{query_span(fwd.problem, entry).length} * (fwd.problem.heads / fwd.problem.heads_k);
-  if (rows < p.least_rows) return;
   const int* pages = fwd.pages.block_table;
   const Span keys = key_span(fwd.problem, entry, pages != nullptr);
   const auto place = [&](int row) {

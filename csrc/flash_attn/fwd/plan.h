@@ -2,7 +2,6 @@
 // chooses the plan.
 #pragma once
 
-#include <limits>
 #include <variant>
 
 #include "common/divmod.h"
@@ -126,9 +125,6 @@ struct ServingPlan {
   // With codes, tiles may have fewer rows than those of the same call in fp16. Keys are cut as there, for tiles of so
   // many rows and so many slots, so that results have the same bits.
   int cut_rows = 0, cut_slots = 0;
-  // Entries with fewer or more rows (of packed heads) are left to another launch. Keys are cut as in one launch for
-  // all.
-  int least_rows = 0, most_rows = std::numeric_limits<int>::max();
   int* taken = nullptr;  // (1), as in FwdSm90Plan
 };
 

@@ -344,11 +344,11 @@ inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, i
 
 // Whether instances for codes take a problem of serving. They have tiles of 64 rows, each of which is converted anew:
 // from about 256 rows an entry on, it is faster to convert all keys once, and to have tiles of 128 rows.
-constexpr int kMostCodedRows = 256;
 inline bool suits_coded_serving(const Problem& p) {
+  constexpr int kMostRows = 256;
   const HeadDims built = ServingKernel::head_dims(p);
   const int64_t rows = int64_t{p.seqlen_q} * (p.heads / p.heads_k) / (p.cu_seqlens_q ? std::max(p.batch, 1) : 1);
-  return rows <= kMostCodedRows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});
+  return rows <= kMostRows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});
 }
 
 // Unless the call says how many splits it wants, the number of thread blocks bounds the scratch, whatever the lengths.
@@ -535,22 +535,15 @@ inline FwdChoice plan_fwd(const FwdParams& p, const FwdHints& hints) {
 
 // What the kernel that a call with codes would get reads itself: codes, and also queries of another type, that of out,
 // than it computes with. For all other kernels these are converted before, as they are where rows are not in aligned
-// chunks of 16 bytes. Over pages, a kernel for few rows leaves entries with many, if there may be such, to a second
-// launch, for which their keys alone are converted; leave_many_rows and leave_few_rows make the plans of the two.
+// chunks of 16 bytes.
 struct ReadByKernel {
-  bool codes, queries, but_of_many_rows;
+  bool codes, queries;
 };
 inline ReadByKernel read_by_kernel(const FwdParams& p, const FwdHints& hints) {
   if (!p.coded || !p.aligned) return {};
   const FwdPlan plan = plan_fwd(p, hints).plan;
   const bool decodes = std::holds_alternative<CodedDecodePlan>(plan);
-  const bool serves = std::holds_alternative<CodedServingPlan>(plan);
-  const bool many_rows = hints.longest_q * (p.problem.heads / p.problem.heads_k) > kMostCodedRows;
-  return {.codes = decodes || serves,
-          .queries = decodes,
-          .but_of_many_rows = serves && has_pages(p) && p.problem.cu_seqlens_q != nullptr && many_rows};
+  return {.codes = decodes || std::holds_alternative<CodedServingPlan>(plan), .queries = decodes};
 }
-inline void leave_many_rows(FwdPlan& plan) { std::get<CodedServingPlan>(plan).most_rows = kMostCodedRows; }
-inline void leave_few_rows(FwdPlan& plan) { std::get<ServingPlan>(plan).least_rows = kMostCodedRows + 1; }
 
 }  // namespace flash::flash_attn

@@ -55,15 +55,13 @@ struct ServingWork : FwdWork<Config> {
 struct EntryWork {
   int m_blocks, num_n_blocks, first_n_block;
 
-  // all: also that of entries which are left to another launch (ServingPlan::least_rows).
   template <int kKeys>
-  __device__ static EntryWork of(const ServingParams& p, int entry, int tile_rows, bool all) {
+  __device__ static EntryWork of(const ServingParams& p, int entry, int tile_rows) {
     const Sequence seq(p.problem, entry, p.pages.block_table != nullptr);
     const int rows = seq.q.length * static_cast<int>(p.plan.tiling.packed_heads.value);
     const Interval seen = rows > 0 ? Mask(p.problem, seq).keys_seen_by_any({0, seq.q.length - 1}) : Interval{0, -1};
     const Interval n_blocks = blocks_of(seen, kKeys);
-    const bool own = all || (p.plan.least_rows <= rows && rows <= p.plan.most_rows);
-    return {own ? (rows + tile_rows - 1) / tile_rows : 0, max(1, n_blocks.last - n_blocks.first + 1), n_blocks.first};
+    return {(rows + tile_rows - 1) / tile_rows, max(1, n_blocks.last - n_blocks.first + 1), n_blocks.first};
   }
 };
 
@@ -125,19 +123,19 @@ struct ListScheduler {
     EntryWork entry;
     int64_t tiles, units, slots;
   };
-  __device__ Amount amount_of(int entry, bool in_n_blocks, int tile_rows, bool all = false) const {
+  __device__ Amount amount_of(int entry, bool in_n_blocks, int tile_rows = Config::kRows) const {
     if (entry >= num_entries) return {};
-    const auto work = EntryWork::of<Config::kKeys>(p, entry, tile_rows, all);
+    const auto work = EntryWork::of<Config::kKeys>(p, entry, tile_rows);
     const int64_t tiles = int64_t{p.plan.tiling.head_groups.value} * work.m_blocks;
     if (in_n_blocks) return {work, tiles, tiles * work.num_n_blocks, 0};
     const int pieces = cut_of(p.plan, list, work).pieces;
     return {work, tiles, tiles * pieces, pieces > 1 ? tiles * pieces : 0};
   }
   // The sum over the entries of this thread's record.
-  __device__ Amount amount_of_record(bool in_n_blocks, int tile_rows, bool all) const {
+  __device__ Amount amount_of_record(bool in_n_blocks, int tile_rows = Config::kRows) const {
     Amount sum{};
     for (int entry = thread() * stride; entry < (thread() + 1) * stride; ++entry) {
-      const Amount own = amount_of(entry, in_n_blocks, tile_rows, all);
+      const Amount own = amount_of(entry, in_n_blocks, tile_rows);
       sum.tiles += own.tiles, sum.units += own.units, sum.slots += own.slots;
     }
     return sum;
@@ -184,7 +182,7 @@ struct ListScheduler {
 
   // All of the producer's threads fill the list together. Then one of its warps asks for pieces.
   __device__ void begin() {
-    Amount own = amount_of_record(/*in_n_blocks=*/true, cut_rows(), /*all=*/true);
+    Amount own = amount_of_record(/*in_n_blocks=*/true, cut_rows());
     int64_t all_units, all_tiles, slots_before = 0;
     int64_t before = sum_before(own.units, all_units, list.sums[0]);
     if (p.plan.even) {
@@ -199,16 +197,16 @@ struct ListScheduler {
       for (;; piece_n_blocks *= 2) {
         if (thread() == 0) list.piece_n_blocks = piece_n_blocks;
         sync();
-        own = amount_of_record(/*in_n_blocks=*/false, cut_rows(), /*all=*/true);
+        own = amount_of_record(/*in_n_blocks=*/false, cut_rows());
         before = sum_before(own.units, all_units, list.sums[0]);
         int64_t all_slots;
         slots_before = sum_before(own.slots, all_slots, list.sums[1]);
         // Pieces of fixed length may need more slots than there are: then fewer tiles are cut.
         if (p.plan.num_splits > 0 || all_slots <= (Config::kCoded ? p.plan.cut_slots : p.plan.slots.count)) break;
       }
-      if (cut_rows() != Config::kRows || p.plan.least_rows > 0) {
+      if (cut_rows() != Config::kRows) {
         int64_t all_slots;
-        own = amount_of_record(/*in_n_blocks=*/false, Config::kRows, /*all=*/false);
+        own = amount_of_record(/*in_n_blocks=*/false);
         before = sum_before(own.units, all_units, list.sums[0]);
         slots_before = sum_before(own.slots, all_slots, list.sums[1]);
       }
