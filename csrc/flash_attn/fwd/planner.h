@@ -242,8 +242,8 @@ inline int64_t most_seen_keys(const Problem& p, const FwdHints& hints) {
   return std::min(hints.longest_k, int64_t{p.window_left} + p.window_right + 1);
 }
 
-// Whether tiles of 192 rows, all alike, need fewer waves of thread blocks than those of 128. One or two waves may not:
-// then each takes longer for nothing.
+// Whether tiles of 192 rows, all alike, need fewer waves of thread blocks than those of 128. Where there are few waves,
+// they may need as many, and each wave takes longer.
 inline bool saves_waves(const Problem& p, const FwdHints& hints) {
   const int64_t heads = int64_t{p.heads} * (p.cu_seqlens_q ? 1 : p.batch), blocks = std::max(1, hints.multiprocessors);
   const auto waves = [&](int rows) { return ceil_div(heads * slots_for(p, /*packed_heads=*/1, rows), blocks); };
