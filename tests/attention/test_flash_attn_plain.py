@@ -542,6 +542,7 @@ def test_opcheck(device):
     more = starts, starts, 70, 70, None, None, 0
     out_of_tokens = torch.empty_like(tokens[0])
     torch.library.opcheck(plain.fwd_plain_into.default, (*tokens, out_of_tokens, None, None, None, *scores, *more))
+    torch.library.opcheck(plain.fwd_plain_into.default, (q, k, v, out.clone(), None, None, None, *scores))
     more = lengths, None, None, None, 0, k[:, :2].clone(), v[:, :2].clone(), None, None, True, None
     arguments = q, k, v, out.clone(), lse, None, None, *scores, *more
     torch.library.opcheck(plain.fwd_kvcache_plain_into.default, arguments)
