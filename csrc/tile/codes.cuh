@@ -38,8 +38,8 @@ __device__ CodesAlongRows<Tile> codes_along_rows(const Tile& tile) {
 // Of each 16 columns, a lane has the four that start at this one: of K, of Q, and of O.
 __device__ inline int own_column() { return 4 * (lane_id() % 4); }
 
-// c += left right, where left is a PackedFragment or a SharedFragment. A block of 16 rows and 16 units has the columns of
-// two steps.
+// c += left right, where left is a PackedFragment or a SharedFragment. A block of 16 rows and 16 units has the columns
+// of two steps.
 template <int kDepth, typename Left, int kRows, int kCols, typename Tile>
 __device__ void gemm(Fragment<kRows, kCols>& c, const Left& left, const CodesAlongCols<Tile>& right) {
   static_assert(kRows == 16 && kDepth % 32 == 0 && Left::kCols == kDepth);

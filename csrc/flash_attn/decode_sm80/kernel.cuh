@@ -129,8 +129,8 @@ __device__ void mainloop(const typename Config::Params& p, const FwdWork<Config>
 // warp 1: | copy 1, 9, 17; load Q | mma 1, copy 25 | mma 9, copy 33 | mma 17 | .. | wait for all warps; merge; store
 // append: | load new K, V; rotate | store the new rows of an n_block that is here |
 template <typename Config>
-__global__ __launch_bounds__(32 * kMaxDecodeWarps, Config::kBlocks) void decode_kernel(
-    const __grid_constant__ typename Config::Params p) {
+__global__ __launch_bounds__(32 * kMaxDecodeWarps,
+                             Config::kBlocks) void decode_kernel(const __grid_constant__ typename Config::Params p) {
   ptx::wait_for_dependency();
   const FwdWork<Config> work(p, p.plan.tiling, p.plan.splits);
   if (!work.exists()) return;

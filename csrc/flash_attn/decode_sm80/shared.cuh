@@ -33,9 +33,9 @@ struct DecodeConfig {
   static constexpr int kThreads = 32;  // that load a tile together: a warp
   static constexpr int kTeamWarps = channel_slices(kHeadDim);
   static constexpr int kChannels = kHeadDim / kTeamWarps, kChannelsV = kChannels;  // of a warp
-  // How many thread blocks a multiprocessor shall have room for. Over codes, half as many bytes of a thread block are in
-  // flight. So up to 128 channels there are two: one copies while the other begins or merges. Their registers suffice if
-  // Q is in shared memory.
+  // How many thread blocks a multiprocessor shall have room for. Over codes, half as many bytes of a thread block are
+  // in flight. So up to 128 channels there are two: one copies while the other begins or merges. Their registers
+  // suffice if Q is in shared memory.
   static constexpr int kBlocks = kCoded && kHeadDim <= 128 ? 2 : 1;
   static constexpr bool kSharesQueries = kBlocks == 2;
   // Keys and values are moved in units of 16 bits: an element, or two codes. As many bytes are in flight in both cases.
