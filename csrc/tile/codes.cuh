@@ -38,14 +38,17 @@ __device__ CodesAlongRows<Tile> codes_along_rows(const Tile& tile) {
 // Of each 16 columns, a lane has the four that start at this one: of K, of Q, and of O.
 __device__ inline int own_column() { return 4 * (lane_id() % 4); }
 
-// c += left right. A block of 16 rows and 16 units has the columns of two steps.
-template <int kDepth, typename T, int kRows, int kCols, typename Tile>
-__device__ void gemm(Fragment<kRows, kCols>& c, const PackedFragment<T, kRows, kDepth>& left,
-                     const CodesAlongCols<Tile>& right) {
-  static_assert(kRows == 16 && kDepth % 32 == 0);
+// c += left right, where left is a PackedFragment or a SharedFragment. A block of 16 rows and 16 units has the columns
+// of two steps.
+template <int kDepth, typename Left, int kRows, int kCols, typename Tile>
+__device__ void gemm(Fragment<kRows, kCols>& c, const Left& left, const CodesAlongCols<Tile>& right) {
+  static_assert(kRows == 16 && kDepth % 32 == 0 && Left::kCols == kDepth);
   const BlockLoader<Tile, true, false> blocks(right.tile, 0, 0);
 #pragma unroll
   for (int block = 0; block < kDepth / 32; ++block) {
+    uint32_t a[2][4];
+    left.load(a[0], 0, 2 * block);
+    left.load(a[1], 0, 2 * block + 1);
 #pragma unroll
     for (int pair = 0; pair < kCols / 16; ++pair) {
       uint32_t codes[4];  // of rows 0 .. 7 in both steps, of rows 8 .. 15 in both
@@ -53,7 +56,7 @@ __device__ void gemm(Fragment<kRows, kCols>& c, const PackedFragment<T, kRows, k
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint2 b = ptx::widen_e4m3(codes[i]);
-        ptx::mma<T>(c.values[0][2 * pair + i / 2], left.values[0][2 * block + i % 2], b.x, b.y);
+        ptx::mma<typename Left::T>(c.values[0][2 * pair + i / 2], a[i % 2], b.x, b.y);
       }
     }
   }

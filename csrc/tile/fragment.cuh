@@ -71,6 +71,34 @@ struct PackedFragment {
   }
 };
 
+// The same in shared memory, for all warps of a thread block: of each step, 16 bytes for each lane.
+template <typename T_, int kRows_, int kCols_>
+struct SharedFragment {
+  using T = T_;
+  static constexpr int kRows = kRows_, kCols = kCols_;
+  static constexpr int kSteps = kCols / 16, kBytes = kRows / 16 * kSteps * 32 * sizeof(uint4);
+  uint4* words;
+
+  // A warp stores it.
+  __device__ void store(const PackedFragment<T, kRows, kCols>& from) const {
+#pragma unroll
+    for (int slab = 0; slab < kRows / 16; ++slab) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const auto& a = from.values[slab][step];
+        word(slab, step) = {a[0], a[1], a[2], a[3]};
+      }
+    }
+  }
+  __device__ void load(uint32_t (&a)[4], int slab, int step) const {
+    const uint4 x = word(slab, step);
+    a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+  }
+
+ private:
+  __device__ uint4& word(int slab, int step) const { return words[(slab * kSteps + step) * 32 + lane_id()]; }
+};
+
 // Two ways to pack two elements into a register: rounded to T; or the error of that rounding, itself rounded to T.
 template <typename T>
 struct Rounded {

@@ -30,6 +30,7 @@ struct FreshRows {
 template <typename Config>
 struct Appending {
   using T = typename Config::T;
+  static constexpr int kSharedBytes = sizeof(FreshRows<Config>);
   const AppendParams& p;
   const FwdWork<Config>& work;
   FreshRows<Config>& fresh;
@@ -109,6 +110,7 @@ struct Appending {
 // All keys are in the cache already.
 template <typename Config>
 struct OnlyReading {
+  static constexpr int kSharedBytes = 0;
   const DecodeParams& p;
   const FwdWork<Config>& work;
 
@@ -123,7 +125,28 @@ struct OnlyReading {
   __device__ void write(DecodeStage<Config>&, int) const {}
 };
 
+// The same where all warps read the queries from shared memory.
 template <typename Config>
-using AppendStep = std::conditional_t<Config::kAppends, Appending<Config>, OnlyReading<Config>>;
+struct SharingQueries {
+  using Queries = SharedFragment<typename Config::T, Config::kRows, Config::kChannels>;
+  static constexpr int kSharedBytes = Queries::kBytes;
+  const DecodeParams& p;
+  const FwdWork<Config>& work;
+  const Queries shared;
+
+  __device__ SharingQueries(const DecodeParams& p, const FwdWork<Config>& work, void* shared)
+      : p(p), work(work), shared{static_cast<uint4*>(shared)} {}
+  __device__ void prepare() const {
+    if (warp_id() == 0) shared.store(load_permuted_query_fragment<Config>(p, work));
+    __syncthreads();
+  }
+  __device__ Queries queries() const { return shared; }
+  __device__ void write(DecodeStage<Config>&, int) const {}
+};
+
+template <typename Config>
+using AppendStep =
+    std::conditional_t<Config::kAppends, Appending<Config>,
+                       std::conditional_t<Config::kSharesQueries, SharingQueries<Config>, OnlyReading<Config>>>;
 
 }  // namespace flash::flash_attn

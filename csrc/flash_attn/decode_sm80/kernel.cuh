@@ -13,8 +13,8 @@
 //
 // A cache of codes in 8 bits (DecodeKind::kCoded) is half as many bytes to copy. Codes are converted to fp16 on the way
 // from shared memory to the registers of a product: for 16 keys of 128 channels, 80 instructions more, where there are
-// as many less to find pages and addresses. Sums, splits and n_blocks are those of the same call in fp16, and so are
-// the bits.
+// as many less to find pages and addresses. Up to 128 channels, a multiprocessor has room for two thread blocks. Sums,
+// splits and n_blocks are those of the same call in fp16, and so are the bits.
 //
 // Where the cache is small, most of the time passes before the first copy, after the last product, and in fetching
 // instructions. So the code is kept short.
@@ -130,7 +130,7 @@ __device__ void mainloop(const typename Config::Params& p, const FwdWork<Config>
 // append: | load new K, V; rotate | store the new rows of an n_block that is here |
 template <typename Config>
 __global__ __launch_bounds__(32 * kMaxDecodeWarps,
-                             1) void decode_kernel(const __grid_constant__ typename Config::Params p) {
+                             Config::kBlocks) void decode_kernel(const __grid_constant__ typename Config::Params p) {
   ptx::wait_for_dependency();
   const FwdWork<Config> work(p, p.plan.tiling, p.plan.splits);
   if (!work.exists()) return;
@@ -168,10 +168,10 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps,
 template <typename Config>
 void launch_decode(const typename Config::Params& p, cudaStream_t stream) {
   static_assert(sizeof(FreshRows<Config>) == decode_fresh_bytes(Config::kHeadDim));
-  const int fresh_bytes = Config::kAppends ? sizeof(FreshRows<Config>) : 0;
+  const int ring_bytes = static_cast<int>(p.plan.warps * sizeof(DecodeRing<Config>));
   const LaunchShape shape{.grid = dim3(p.plan.tiling.tiles.value * p.plan.splits.count),
                           .block = dim3(32 * p.plan.warps),
-                          .shared_bytes = static_cast<int>(p.plan.warps * sizeof(DecodeRing<Config>)) + fresh_bytes,
+                          .shared_bytes = ring_bytes + AppendStep<Config>::kSharedBytes,
                           .early = true};
   launch<decode_kernel<Config>>(shape, p, stream);
 }

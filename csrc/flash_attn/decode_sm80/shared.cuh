@@ -33,9 +33,13 @@ struct DecodeConfig {
   static constexpr int kThreads = 32;  // that load a tile together: a warp
   static constexpr int kTeamWarps = channel_slices(kHeadDim);
   static constexpr int kChannels = kHeadDim / kTeamWarps, kChannelsV = kChannels;  // of a warp
-  // Keys and values are moved in units of 16 bits: an element, or two codes. Of codes, twice as many n_blocks are in
-  // flight.
-  static constexpr int kUnit = kCoded ? 2 : 1, kStages = decode_stages(kChannels) * kUnit;
+  // How many thread blocks a multiprocessor shall have room for. Over codes, half as many bytes of a thread block are
+  // in flight. So up to 128 channels there are two: one copies while the other begins or merges. Their registers
+  // suffice if Q is in shared memory.
+  static constexpr int kBlocks = kCoded && kHeadDim <= 128 ? 2 : 1;
+  static constexpr bool kSharesQueries = kBlocks == 2;
+  // Keys and values are moved in units of 16 bits: an element, or two codes. As many bytes are in flight in both cases.
+  static constexpr int kUnit = kCoded ? 2 : 1, kStages = decode_stages(kChannels) * kUnit / kBlocks;
 };
 
 // A warp in its team. The warps of a team have the same keys, and each has channels of its own. Up to 256 channels, a
