@@ -60,16 +60,16 @@ PORTABLE = {
     if kind != "bwd" or head_dim <= 256 or name == "all"
 }
 CODED_HEAD_DIMS = (64, 128, 192, 256, 512)  # 96 takes that of 128: CodedDecodeKernel
-CODED = {  # decoding, and few rows in serving, over codes in 8 bits, computed in fp16
+CODED = {  # decoding and serving over codes in 8 bits, computed in fp16
     f"flash_attn_decode_coded_sm80_fp16_{head_dim}_{name}": _flash_attn(
         "decode_sm80", f"run_decode_coded<__half, {head_dim}, {features}>", "DecodeParams"
     )
     for head_dim, (name, features) in itertools.product(CODED_HEAD_DIMS, PORTABLE_FEATURES.items())
 } | {
-    f"flash_attn_serving_coded_sm90_fp16_{head_dim}_{name}": _flash_attn(
-        "fwd_sm90", f"run_fwd_serving_coded<__half, {head_dim}, {features}>", "ServingParams"
+    f"flash_attn_serving_coded_sm90_fp16_{head_dim}_{name}{'_few' * few}": _flash_attn(
+        "fwd_sm90", f"run_fwd_serving_coded<__half, {head_dim}, {features}, {str(few).lower()}>", "ServingParams"
     )
-    for head_dim, (name, features) in itertools.product((64, 128), PORTABLE_FEATURES.items())
+    for head_dim, (name, features), few in itertools.product((64, 128), PORTABLE_FEATURES.items(), (False, True))
 }
 HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(

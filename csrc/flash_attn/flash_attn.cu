@@ -72,8 +72,9 @@ auto fwd_instance(const ServingPlan& plan) {
 }
 
 template <typename T, int kHeadDim, Features kFeatures, int>
-auto fwd_instance(const CodedServingPlan&) {
-  return run_fwd_serving_coded<T, kHeadDim, kFeatures>;
+auto fwd_instance(const CodedServingPlan& plan) {
+  if (plan.warpgroups == 1) return run_fwd_serving_coded<T, kHeadDim, kFeatures, true>;
+  return run_fwd_serving_coded<T, kHeadDim, kFeatures, false>;
 }
 
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>

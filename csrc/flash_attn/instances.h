@@ -24,7 +24,7 @@ template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHeadDimV = kHeadDim>
 [[gnu::weak]] void run_fwd_serving(const ServingParams& p, cudaStream_t stream);
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, bool kFewRows>
 [[gnu::weak]] void run_fwd_serving_coded(const ServingParams& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>

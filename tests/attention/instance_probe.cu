@@ -57,7 +57,7 @@ const char* find_serving_sizes(int head_dim, int head_dim_v, Features features, 
   const auto find = [&](auto kHeadDim, auto kHeadDimV) {
     dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
       const auto run = [&](auto kFewRows) {
-        constexpr auto kKind = kFewRows ? FwdSm90Kind::kServingFewRows : FwdSm90Kind::kServing;
+        constexpr auto kKind = kFewRows ? FwdSm90Kind::kFewRows : FwdSm90Kind::kServing;
         using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kKind, kHeadDimV>;
         answer<FwdSm90Shared<Config>>(sizes, Config::kThreads);
       };

@@ -163,9 +163,17 @@ BATCHES = [
     Batch(
         rows=(5, 5, 5), keys=(300, -1, 150), head_dim=64, dtype=BF16, options=dict(causal=True, window_size=(170, 0))
     ),
-    Batch(rows=(5, 2, 9), keys=(300, 257, 9), varlen=True, page=8, level=2, options=dict(causal=True)),
+    Batch(rows=(5, 20, 9), keys=(300, 257, 9), varlen=True, page=8, level=2, options=dict(causal=True)),
+    Batch(
+        rows=(1, 26, 1, 9),
+        keys=(200, 333, 70, 9),
+        varlen=True,
+        page=1,
+        dtype=BF16,
+        options=dict(causal=True, num_splits=2),
+    ),
     Batch(rows=(40, 1, 3), keys=(300, 400, 3), varlen=True, options=dict(causal=True, softcap=5.0, num_splits=3)),
-    Batch(rows=(12, 12, 12), keys=(900, 9, 1500), head_dim=64, options=dict(causal=True)),
+    Batch(rows=(12, 12, 12), keys=(900, 9, 1500), options=dict(causal=True)),
     Batch(
         rows=(125, 1, 3),
         keys=(300, 100, 3),

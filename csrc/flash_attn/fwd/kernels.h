@@ -55,7 +55,7 @@ struct ServingKernel {
   static HeadDims head_dims(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v); }
 };
 
-// Serving instances for codes, in tiles of 64 rows.
+// Serving instances for codes.
 struct CodedServingKernel : ServingKernel {};
 
 // Instances of fwd_sm90 for dense tensors that compute as those for serving do. They may have out_lo, but no pages.

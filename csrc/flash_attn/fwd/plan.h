@@ -122,9 +122,6 @@ struct ServingPlan {
   int box_rows = 0;    // of the boxes in which TMA copies K and V, a multiple of 8; 0: none, they are gathered
   FixedPieces pieces;  // if there are any, not `even`, and tiles are cut into these or not at all
   PieceSlots slots;
-  // With codes, tiles may have fewer rows than those of the same call in fp16. Keys are cut as there, for tiles of so
-  // many rows and so many slots, so that results have the same bits.
-  int cut_rows = 0, cut_slots = 0;
   int* taken = nullptr;  // (1), as in FwdSm90Plan
 };
 

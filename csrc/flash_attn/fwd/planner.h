@@ -342,10 +342,10 @@ inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, i
   return pieces.n_blocks > 0 ? int64_t{blocks} * rows * head_dim_v : 0;
 }
 
-// Whether instances for codes take a problem of serving. They have tiles of 64 rows, each of which is converted anew:
-// from about 256 rows an entry on, it is faster to convert all keys once, and to have tiles of 128 rows.
+// Whether instances for codes take a problem of serving. Each tile of rows converts its keys anew: with more rows an
+// entry, on average, it is faster to convert all keys once.
 inline bool suits_coded_serving(const Problem& p) {
-  constexpr int kMostRows = 256;
+  constexpr int kMostRows = 8192;
   const HeadDims built = ServingKernel::head_dims(p);
   const int64_t rows = int64_t{p.seqlen_q} * (p.heads / p.heads_k) / (p.cu_seqlens_q ? std::max(p.batch, 1) : 1);
   return rows <= kMostRows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});
@@ -378,10 +378,7 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const F
                    .pieces = pieces,
                    .slots = {}};
   int64_t slots = plan.even ? 2 * blocks : 6 * blocks;
-  const auto rows_of_slot = [&](int rows) {
-    return problem.cu_seqlens_q ? rows : std::min(rows, problem.seqlen_q * packed_heads);
-  };
-  int slot_rows = rows_of_slot(tile_rows);
+  const int slot_rows = problem.cu_seqlens_q ? tile_rows : std::min(tile_rows, problem.seqlen_q * packed_heads);
   if (hints.invariance > 0) {
     const int64_t most = 1 + ceil_div(hints.longest_k, int64_t{tile.keys} * std::max(1, pieces.n_blocks));
     plan.even = false, plan.num_splits = 0;
@@ -393,13 +390,6 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const F
     plan.num_splits = static_cast<int>(std::clamp<int64_t>(kMostSlots / tiles, 1, hints.num_splits));
     slots = plan.num_splits == 1 ? 0 : tiles * plan.num_splits;
   }
-  const bool coded = p.coded && suits_coded_serving(problem);
-  plan.cut_rows = tile_rows, plan.cut_slots = static_cast<int>(slots);
-  if (coded && !few_rows) {
-    plan.tiling = tiling_for(problem, packed_heads, 64);
-    plan.warpgroups = 1;
-    slots *= 2, slot_rows = rows_of_slot(64);
-  }
   plan.slots.count = static_cast<int>(slots), plan.slots.rows = slot_rows;
   const int64_t rows = slots * slot_rows, record_words = sizeof(PieceRecord) / sizeof(int);
   const FwdScratch scratch{.out = rows * head_dim_v,
@@ -407,7 +397,7 @@ inline FwdChoice plan_serving(const FwdParams& p, const FwdHints& hints, const F
                            .totals = size_of_totals(pieces, blocks, tile_rows, head_dim_v),
                            .records = slots * record_words,
                            .counters = 1 + slots};
-  if (coded) return {CodedServingPlan{plan}, scratch};
+  if (p.coded && suits_coded_serving(problem)) return {CodedServingPlan{plan}, scratch};
   return {plan, scratch};
 }
 

@@ -86,15 +86,15 @@ constexpr FwdSm90Tile serving_tile(int head_dim, Features features, int warpgrou
   return {warpgroups, 64, 2, 1, false};
 }
 
-// The same with one warpgroup over codes in 8 bits, which a second ring holds, and the rest of shared memory.
-constexpr FwdSm90Tile coded_serving_tile(int head_dim, Features features) {
-  FwdSm90Tile tile = serving_tile(head_dim, features, /*warpgroups=*/1, head_dim);
+// The same over codes in 8 bits, which a second ring holds, in the rest of shared memory.
+constexpr FwdSm90Tile coded_serving_tile(int head_dim, Features features, int warpgroups) {
+  FwdSm90Tile tile = serving_tile(head_dim, features, warpgroups, head_dim);
   tile.stages = head_dim <= 64 ? 3 : 2;
   return tile;
 }
 constexpr int coded_serving_stages(int head_dim, const FwdSm90Tile& tile) {
-  const int bytes = 2 * head_dim * (64 * tile.query_stages + 2 * tile.keys * tile.stages);
-  return std::min(4, (208 * 1024 - bytes) / (2 * head_dim * tile.keys));
+  const int bytes = 2 * head_dim * (64 * tile.warpgroups * tile.query_stages + 2 * tile.keys * tile.stages);
+  return std::min(4, (224 * 1024 - bytes) / (2 * head_dim * tile.keys));
 }
 
 // The same for dense tensors, with the bits of serving_tile: as many keys. Shared memory also has the total of pieces

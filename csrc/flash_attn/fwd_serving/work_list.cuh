@@ -55,13 +55,13 @@ struct ServingWork : FwdWork<Config> {
 struct EntryWork {
   int m_blocks, num_n_blocks, first_n_block;
 
-  template <int kKeys>
-  __device__ static EntryWork of(const ServingParams& p, int entry, int tile_rows) {
+  template <typename Config>
+  __device__ static EntryWork of(const ServingParams& p, int entry) {
     const Sequence seq(p.problem, entry, p.pages.block_table != nullptr);
     const int rows = seq.q.length * static_cast<int>(p.plan.tiling.packed_heads.value);
     const Interval seen = rows > 0 ? Mask(p.problem, seq).keys_seen_by_any({0, seq.q.length - 1}) : Interval{0, -1};
-    const Interval n_blocks = blocks_of(seen, kKeys);
-    return {(rows + tile_rows - 1) / tile_rows, max(1, n_blocks.last - n_blocks.first + 1), n_blocks.first};
+    const Interval n_blocks = blocks_of(seen, Config::kKeys);
+    return {(rows + Config::kRows - 1) / Config::kRows, max(1, n_blocks.last - n_blocks.first + 1), n_blocks.first};
   }
 };
 
@@ -101,7 +101,6 @@ struct ListScheduler {
   int blocks;       // even: how many thread blocks share the work
   int64_t at, end;  // even: the n_blocks of this thread block; else `at` is its piece, and `end` how many there are
   int count;        // even: how many n_blocks the current piece has
-  int part = 0;     // even: which tile of those that are cut together
   int taken;        // valid in lane 0, which calls take_next
 
   __device__ ListScheduler(const ServingParams& p, WorkList& list)
@@ -109,10 +108,6 @@ struct ListScheduler {
         list(list),
         num_entries(p.problem.batch + (p.problem.cu_seqlens_q != nullptr)),
         stride((num_entries + WorkList::kRecords - 1) / WorkList::kRecords) {}
-
-  // Where keys are cut depends on the tiles of the same call in fp16 (ServingPlan::cut_rows), which may be two here.
-  __device__ int cut_rows() const { return Config::kCoded ? p.plan.cut_rows : Config::kRows; }
-  __device__ int parts() const { return Config::kCoded ? p.plan.cut_rows / Config::kRows : 1; }
 
   __device__ static int thread() { return threadIdx.x % WorkList::kRecords; }
   __device__ static void sync() { ptx::sync_barrier<WorkList::kRecords>(kBarrier); }
@@ -123,19 +118,19 @@ struct ListScheduler {
     EntryWork entry;
     int64_t tiles, units, slots;
   };
-  __device__ Amount amount_of(int entry, bool in_n_blocks, int tile_rows = Config::kRows) const {
+  __device__ Amount amount_of(int entry, bool in_n_blocks) const {
     if (entry >= num_entries) return {};
-    const auto work = EntryWork::of<Config::kKeys>(p, entry, tile_rows);
+    const auto work = EntryWork::of<Config>(p, entry);
     const int64_t tiles = int64_t{p.plan.tiling.head_groups.value} * work.m_blocks;
     if (in_n_blocks) return {work, tiles, tiles * work.num_n_blocks, 0};
     const int pieces = cut_of(p.plan, list, work).pieces;
     return {work, tiles, tiles * pieces, pieces > 1 ? tiles * pieces : 0};
   }
   // The sum over the entries of this thread's record.
-  __device__ Amount amount_of_record(bool in_n_blocks, int tile_rows = Config::kRows) const {
+  __device__ Amount amount_of_record(bool in_n_blocks) const {
     Amount sum{};
     for (int entry = thread() * stride; entry < (thread() + 1) * stride; ++entry) {
-      const Amount own = amount_of(entry, in_n_blocks, tile_rows);
+      const Amount own = amount_of(entry, in_n_blocks);
       sum.tiles += own.tiles, sum.units += own.units, sum.slots += own.slots;
     }
     return sum;
@@ -182,7 +177,7 @@ struct ListScheduler {
 
   // All of the producer's threads fill the list together. Then one of its warps asks for pieces.
   __device__ void begin() {
-    Amount own = amount_of_record(/*in_n_blocks=*/true, cut_rows());
+    Amount own = amount_of_record(/*in_n_blocks=*/true);
     int64_t all_units, all_tiles, slots_before = 0;
     int64_t before = sum_before(own.units, all_units, list.sums[0]);
     if (p.plan.even) {
@@ -197,18 +192,12 @@ struct ListScheduler {
       for (;; piece_n_blocks *= 2) {
         if (thread() == 0) list.piece_n_blocks = piece_n_blocks;
         sync();
-        own = amount_of_record(/*in_n_blocks=*/false, cut_rows());
+        own = amount_of_record(/*in_n_blocks=*/false);
         before = sum_before(own.units, all_units, list.sums[0]);
         int64_t all_slots;
         slots_before = sum_before(own.slots, all_slots, list.sums[1]);
         // Pieces of fixed length may need more slots than there are: then fewer tiles are cut.
-        if (p.plan.num_splits > 0 || all_slots <= (Config::kCoded ? p.plan.cut_slots : p.plan.slots.count)) break;
-      }
-      if (cut_rows() != Config::kRows) {
-        int64_t all_slots;
-        own = amount_of_record(/*in_n_blocks=*/false);
-        before = sum_before(own.units, all_units, list.sums[0]);
-        slots_before = sum_before(own.slots, all_slots, list.sums[1]);
+        if (p.plan.num_splits > 0 || all_slots <= p.plan.slots.count) break;
       }
       at = blockIdx.x, end = all_units;
     }
@@ -245,7 +234,7 @@ struct ListScheduler {
     --record;
     int64_t before = list.before[record], slots_before = list.slots_before[record];
     for (int first = record * stride;; first += 32) {
-      const Amount own = amount_of(first + lane_id(), p.plan.even, p.plan.even ? cut_rows() : Config::kRows);
+      const Amount own = amount_of(first + lane_id(), p.plan.even);
       const int64_t units = sum_of_lanes(own.units), slots = sum_of_lanes(own.slots);
       const unsigned reached = __ballot_sync(~0u, position < before + units);
       const int lane = reached ? __ffs(reached) - 1 : 31;
@@ -283,12 +272,11 @@ struct ListScheduler {
       Piece piece;
       if (count < num_n_blocks) {
         const int first = block_of(at - skipped), last = block_of(at - skipped + num_n_blocks - 1);
-        const int index = static_cast<int>(blockIdx.x) - first, own = 2 * static_cast<int>(blockIdx.x) + (index == 0);
-        const auto slot = [&](int of_line) { return of_line * parts() + part; };
-        piece = {index, last - first + 1, slot(own), slot(2 * first + 1), slot(2 * first + 2), 2 * parts()};
+        const int index = static_cast<int>(blockIdx.x) - first, slot = 2 * static_cast<int>(blockIdx.x) + (index == 0);
+        piece = {index, last - first + 1, slot, 2 * first + 1, 2 * first + 2, 2};
       }
-      const int begin = first_n_block + skipped, m_block = tile % m_blocks * parts() + part;
-      return {p, tile_of(place.entry, tile / m_blocks, m_block), piece, {begin, begin + count - 1}};
+      const int begin = first_n_block + skipped;
+      return {p, tile_of(place.entry, tile / m_blocks, tile % m_blocks), piece, {begin, begin + count - 1}};
     }
     // Neighbours have the same keys. The last rows, which see the most keys, come first.
     const Cut cut = cut_of(p.plan, list, place.work);
@@ -305,13 +293,7 @@ struct ListScheduler {
   __device__ void take_next() {
     if (!p.plan.even && lane_id() == 0) taken = atomicAdd(p.plan.taken, 1);
   }
-  __device__ void advance() {
-    if (!p.plan.even) {
-      at = int64_t{gridDim.x} + __shfl_sync(~0u, taken, 0);
-    } else if (++part == parts()) {
-      at += count, part = 0;
-    }
-  }
+  __device__ void advance() { at = p.plan.even ? at + count : int64_t{gridDim.x} + __shfl_sync(~0u, taken, 0); }
   // Called by one thread after the last piece: as in PersistentScheduler.
   __device__ void finish() const {
     if (!p.plan.even && at == end + gridDim.x - 1) *p.plan.taken = 0;

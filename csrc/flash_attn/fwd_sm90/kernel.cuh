@@ -69,6 +69,7 @@ __global__ __launch_bounds__(Config::kThreads,
     ptx::setmaxnreg_dec<Config::kDrawerRegisters>();
     Drawer<Config>{args.params, shared}.run();
   } else if constexpr (Config::kCoded) {
+    ptx::setmaxnreg_dec<Config::kConverterRegisters>();
     Converter<Config>{shared}.run();
   }
   if constexpr (Config::kSharers > 1) {  // a block must not exit while the other may still copy to it or arrive there
@@ -138,13 +139,14 @@ void run_fwd_serving_as(const ServingParams& p, cudaStream_t stream) {
 
 template <typename T, int kHeadDim, Features kFeatures, bool kFewRows, int kHeadDimV>
 void run_fwd_serving(const ServingParams& p, cudaStream_t stream) {
-  constexpr auto kKind = kFewRows ? FwdSm90Kind::kServingFewRows : FwdSm90Kind::kServing;
+  constexpr auto kKind = kFewRows ? FwdSm90Kind::kFewRows : FwdSm90Kind::kServing;
   run_fwd_serving_as<FwdSm90Config<T, kHeadDim, kFeatures, kKind, kHeadDimV>>(p, stream);
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, bool kFewRows>
 void run_fwd_serving_coded(const ServingParams& p, cudaStream_t stream) {
-  run_fwd_serving_as<FwdSm90Config<T, kHeadDim, kFeatures, FwdSm90Kind::kServingCoded>>(p, stream);
+  constexpr auto kKind = kFewRows ? FwdSm90Kind::kCodedFewRows : FwdSm90Kind::kCoded;
+  run_fwd_serving_as<FwdSm90Config<T, kHeadDim, kFeatures, kKind>>(p, stream);
 }
 
 }  // namespace flash::flash_attn

@@ -44,15 +44,16 @@ struct ServingLaunch {
 };
 
 // Which instances: for dense tensors, with the ordinary or the wide tile, or with wide ones in pairs; for serving, with
-// two warpgroups or one, or with one over codes in 8 bits; or for dense tensors, with the tile and the bits of those
+// two warpgroups or one, over keys in 16 bits or codes in 8; or for dense tensors, with the tile and the bits of those
 // for serving.
-enum class FwdSm90Kind { kDense, kDenseWide, kDensePaired, kServing, kServingFewRows, kServingCoded, kInvariant };
+enum class FwdSm90Kind { kDense, kDenseWide, kDensePaired, kServing, kFewRows, kCoded, kCodedFewRows, kInvariant };
 
 constexpr FwdSm90Tile tile_of(FwdSm90Kind kind, int head_dim, Features features, int head_dim_v) {
   if (kind == FwdSm90Kind::kInvariant) return invariant_tile(head_dim, features, head_dim_v);
-  if (kind == FwdSm90Kind::kServingCoded) return coded_serving_tile(head_dim, features);
+  if (kind == FwdSm90Kind::kCoded) return coded_serving_tile(head_dim, features, 2);
+  if (kind == FwdSm90Kind::kCodedFewRows) return coded_serving_tile(head_dim, features, 1);
   if (kind == FwdSm90Kind::kServing) return serving_tile(head_dim, features, 2, head_dim_v);
-  if (kind == FwdSm90Kind::kServingFewRows) return serving_tile(head_dim, features, 1, head_dim_v);
+  if (kind == FwdSm90Kind::kFewRows) return serving_tile(head_dim, features, 1, head_dim_v);
   if (kind == FwdSm90Kind::kDensePaired) return paired(fwd_sm90_tile(head_dim, features, /*wide=*/true, head_dim_v));
   return fwd_sm90_tile(head_dim, features, kind == FwdSm90Kind::kDenseWide, head_dim_v);
 }
@@ -60,8 +61,8 @@ constexpr FwdSm90Tile tile_of(FwdSm90Kind kind, int head_dim, Features features,
 template <typename T_, int kHeadDim_, Features kFeatures_, FwdSm90Kind kKind, int kHeadDimV_ = kHeadDim_>
 struct FwdSm90Config {
   using T = T_;
-  static constexpr bool kCoded = kKind == FwdSm90Kind::kServingCoded;
-  static constexpr bool kServing = kKind == FwdSm90Kind::kServing || kKind == FwdSm90Kind::kServingFewRows || kCoded;
+  static constexpr bool kCoded = kKind == FwdSm90Kind::kCoded || kKind == FwdSm90Kind::kCodedFewRows;
+  static constexpr bool kServing = kKind == FwdSm90Kind::kServing || kKind == FwdSm90Kind::kFewRows || kCoded;
   using Launch = std::conditional_t<kServing, ServingLaunch, FwdSm90Launch>;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
@@ -87,16 +88,21 @@ struct FwdSm90Config {
   static constexpr bool kSharesTotal = kFolds && !kCoded && kTileBytes + 4 * kRows * kChannelsV <= 224 * 1024;
   static constexpr int kWriters = kServing ? 2 : 1;  // how many warps copy, or convert, a part of a tile each
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
-  // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128, and with
-  // drawers 2 * 208 + 40 + 56 = 4 * 128. With one consumer there are enough, except beside converters: 240 + 88 + 168.
-  static constexpr int kProducerRegisters = kServing ? 88 : kSharers > 1 ? 56 : kConsumers == 2 ? 40 : 32;
-  static constexpr int kDrawerRegisters = 56;
+  // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128, with
+  // drawers 2 * 208 + 40 + 56 = 4 * 128, with converters 2 * 208 + 56 + 40. With one consumer there are enough, except
+  // beside converters: 240 + 88 + 168.
   static constexpr bool kMovesRegisters = kConsumers > 1 || kCoded;
-  static constexpr int kConsumerRegisters = kCoded                 ? 240
-                                            : kServing || kDropped ? 208
-                                            : kSharers > 1         ? 224
-                                            : kConsumers == 2      ? 232
-                                                                   : 160;
+  static constexpr int kProducerRegisters = kCoded && kConsumers == 2 ? 56
+                                            : kServing                ? 88
+                                            : kSharers > 1            ? 56
+                                            : kConsumers == 2         ? 40
+                                                                      : 32;
+  static constexpr int kDrawerRegisters = 56, kConverterRegisters = kConsumers == 2 ? 40 : 168;
+  static constexpr int kConsumerRegisters = kCoded && kConsumers == 1 ? 240
+                                            : kServing || kDropped    ? 208
+                                            : kSharers > 1            ? 224
+                                            : kConsumers == 2         ? 232
+                                                                      : 160;
   // How many of a lane's two rows are exponentiated before the wait for P V. What comes after it overlaps with
   // rescaling O and packing P, and with products of the other warpgroups. Where everything does, steps are 1 to 6 %
   // shorter in the instances that kExpAfterProduct names, and longer in those with more keys or with 128 rows of 64
