@@ -87,10 +87,10 @@ HOPPER = {
     for head_dim in BWD_HEAD_DIMS[name]
 }
 PAIRED = {  # pairs of thread blocks that share keys (has_paired_tile in fwd/tiles.h)
-    f"flash_attn_fwd_sm90_{dtype}_128_plain_paired": _flash_attn(
-        "fwd_sm90", f"run_fwd_paired<{TYPES[dtype]}, 128, Features::kPlain, 128>", "FwdSm90Params"
+    f"flash_attn_fwd_sm90_{dtype}_{head_dim}_plain_paired": _flash_attn(
+        "fwd_sm90", f"run_fwd_paired<{TYPES[dtype]}, {head_dim}, Features::kPlain, {head_dim}>", "FwdSm90Params"
     )
-    for dtype in TYPES
+    for dtype, head_dim in itertools.product(TYPES, (128, 256))
 }
 UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
     f"flash_attn_{kind}_sm90_{dtype}_192_128_{name}": _flash_attn(

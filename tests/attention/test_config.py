@@ -645,7 +645,8 @@ def test_hopper_plan(host):
         (1 << 20, dict(causal=True, window_left=8190), False, False),
         (1 << 20, dict(causal=True, window_left=8191), True, False),
         (1 << 20, dict(causal=True, window_left=16383), True, True),
-        (16384, dict(head_dim=256), True, False),
+        (16383, dict(head_dim=256), True, False),
+        (16384, dict(head_dim=256, causal=True), True, True),
         (16384, dict(head_dim=192), False, False),
         (16384, dict(head_dim=64), True, False),
         # 256 tiles of 128 rows or 176 of 192 are two waves; 320 are three, and 220 two.

@@ -776,15 +776,23 @@ def test_decoding_is_equal_bit_by_bit(num_splits, device):
     assert all(torch.equal(flash_attn_with_kvcache(**arguments), first) for _ in range(50))
 
 
-@pytest.mark.parametrize("rows, keys, causal", [(16400, (300, 0), True), (16514, (90,), False)])
-def test_keys_that_a_pair_of_thread_blocks_shares(rows, keys, causal, device):
+@pytest.mark.parametrize(
+    "dim, rows, keys, causal",
+    [
+        (128, 16400, (300, 0), True),
+        (128, 16514, (90,), False),
+        (256, 16400, (90, 0), False),
+        (256, 16514, (250,), True),
+    ],
+)
+def test_keys_that_a_pair_of_thread_blocks_shares(dim, rows, keys, causal, device):
     """On Hopper, for many rows and where the cache has room for many keys, of which few are used.
 
     Rows may end within either half of a pair's tile. Most of a causal call see no keys.
     """
     if not _library.runs_in_kernel("fwd", torch.empty(0, device=device)):
         pytest.skip("needs kernels, of a GPU or emulated")
-    entries, capacity, heads, heads_k, dim = len(keys), 16384, 1, 1, 128
+    entries, capacity, heads, heads_k = len(keys), 16384, 1, 1
     q = torch.randn(entries, rows, heads, dim, dtype=torch.bfloat16, device=device)
     k, v = torch.full((2, entries, capacity, heads_k, dim), float("nan"), dtype=torch.bfloat16, device=device)
     for entry, used in enumerate(keys):

@@ -68,7 +68,7 @@ constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, 
 
 // Whether there are instances in which pairs of thread blocks share the keys of wide tiles.
 constexpr bool has_paired_tile(int head_dim, Features features) {
-  return features == Features::kPlain && head_dim == 128;
+  return features == Features::kPlain && (head_dim == 128 || head_dim == 256);
 }
 constexpr FwdSm90Tile paired(FwdSm90Tile tile) {
   tile.sharers = 2;

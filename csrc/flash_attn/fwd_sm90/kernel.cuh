@@ -27,9 +27,10 @@
 // time of both products, and P V runs meanwhile. A single block has registers for O of 64 rows x 512 channels only: it
 // would read K and V twice as often from the L2 cache and exchange as much.
 //
-// On long sequences with 128 channels, a cluster of two thread blocks shares keys: together they have a tile of twice
-// as many rows, and each copies half of the channels of K and V to both. So the L2 cache is read half as often, for
-// which a GPU at its limit of power has a higher clock. A stage is empty when the consumers of both have released it.
+// On long sequences with 128 or 256 channels, a cluster of two thread blocks shares keys: together they have a tile of
+// twice as many rows, and each copies half of the channels of K and V to both. So the L2 cache is read half as often,
+// for which a GPU at its limit of power has a higher clock. A stage is empty when the consumers of both have released
+// it.
 #pragma once
 
 #include "common/launch.h"
