@@ -138,7 +138,7 @@ inline KeyExtent extent_of_keys(const FwdParams& p) {
 // Keys and values that are codes, converted to fp16 in tensors of their own, and queries with them.
 struct WidenParams {
   FwdParams fwd;  // with codes
-  TensorRef<> k;  // (entries, rows, heads_k, head_dim), contiguous; data is null if only queries are converted
+  TensorRef<> k;  // (entries, rows, heads_k, head_dim), contiguous; data is null if there are none
   TensorRef<> v;
   // Where a key is in them: at the place where it is in the cache, or at [its entry, its position]. With pages, each
   // entry then has one, and `table` is their block table, (batch, 1), which is written, too.

@@ -94,16 +94,15 @@ flash_attn::KeyExtent extent_of_wide_keys(const FwdParams& p, bool& by_entry) {
 
 TensorRef<const void> as_input(const TensorRef<>& x) { return {x.data, x.batch, x.seqlen, x.heads, x.head_dim}; }
 
-// Has a call with codes read fp16 in place of codes and of queries in bf16, as far as its kernel does not convert them
-// itself. Returns the memory for it, which must live until the launch. It is allocated at once, since that takes time.
+// Has a call with codes read fp16 in place of codes and of queries in bf16, if its kernel does not convert them itself.
+// Returns the memory for it, which must live until the launch. It is allocated at once, since that takes time.
 OptionalTensor widen(FwdCall& call, const flash_attn::FwdHints& hints, const Tensor& q) {
   FwdParams& p = call.p;
   flash_attn::Problem& problem = p.problem;
-  const auto [codes_are_read, queries_are_read] = read_by_kernel(p, hints);
-  const bool widens_q = p.out_dtype != problem.dtype && !queries_are_read;
-  if (codes_are_read && !widens_q) return std::nullopt;
+  if (reads_codes(p, hints)) return std::nullopt;
+  const bool widens_q = p.out_dtype != problem.dtype;
   bool by_entry = false;
-  const auto [entries, rows] = codes_are_read ? flash_attn::KeyExtent{} : extent_of_wide_keys(p, by_entry);
+  const auto [entries, rows] = extent_of_wide_keys(p, by_entry);
   flash_attn::WidenParams all{.fwd = p,
                               .by_entry = by_entry,
                               .longest_q = static_cast<int>(call.longest_q),
@@ -122,10 +121,8 @@ OptionalTensor widen(FwdCall& call, const flash_attn::FwdHints& hints, const Ten
   const auto keys_at = [&](int64_t place, int64_t channels) {
     return contiguous_ref<void>(vectors > 0 ? data + place : nullptr, entries, rows, problem.heads_k, channels);
   };
-  if (!codes_are_read) {
-    all.k = keys_at(k_at, problem.head_dim), all.v = keys_at(v_at, problem.head_dim_v);
-    p.k = as_input(all.k), p.v = as_input(all.v), p.coded = false;
-  }
+  all.k = keys_at(k_at, problem.head_dim), all.v = keys_at(v_at, problem.head_dim_v);
+  p.k = as_input(all.k), p.v = as_input(all.v), p.coded = false;
   if (by_entry) problem.batch_index = nullptr;
   if (by_entry && has_pages(p)) {
     all.table = reinterpret_cast<int*>(data + table_at);

@@ -523,17 +523,12 @@ inline FwdChoice plan_fwd(const FwdParams& p, const FwdHints& hints) {
   return plan_fwd_sm80(p, hints);
 }
 
-// What the kernel that a call with codes would get reads itself: codes, and also queries of another type, that of out,
-// than it computes with. For all other kernels these are converted before, as they are where rows are not in aligned
-// chunks of 16 bytes.
-struct ReadByKernel {
-  bool codes, queries;
-};
-inline ReadByKernel read_by_kernel(const FwdParams& p, const FwdHints& hints) {
-  if (!p.coded || !p.aligned) return {};
+// Whether the kernel that a call would get reads codes, and also queries of another type, that of out, than it computes
+// with. For all other kernels these are converted before, as they are where rows are not in aligned chunks of 16 bytes.
+inline bool reads_codes(const FwdParams& p, const FwdHints& hints) {
+  if (!p.coded || !p.aligned) return false;
   const FwdPlan plan = plan_fwd(p, hints).plan;
-  const bool decodes = std::holds_alternative<CodedDecodePlan>(plan);
-  return {.codes = decodes || std::holds_alternative<CodedServingPlan>(plan), .queries = decodes};
+  return std::holds_alternative<CodedDecodePlan>(plan) || std::holds_alternative<CodedServingPlan>(plan);
 }
 
 }  // namespace flash::flash_attn

@@ -1,11 +1,14 @@
 // The converters of serving instances over codes in 8 bits (e4m3): a warpgroup between the producer, which copies
-// codes, and the consumers, which multiply tiles of fp16 and know nothing of codes. Two of its warps convert K, two V,
-// each the half of the rows of each tile that one warp of the producer has copied. Rows of zeros stay zeros.
+// codes, and the consumers, which multiply tiles of fp16 and know nothing of codes. Two of its warps convert K, two V
+// and, in place, queries in bf16: each the half of the rows of each tile that one warp of the producer has copied. Rows
+// of zeros stay zeros.
 //
-//   producer:   copy codes K2, V2 | copy K1, V1     | copy K0, V0        | ..
-//   converters:                   | convert K2, V2  | convert K1, V1     | convert K0, V0     | ..
-//   consumer:                                       | S2, exp P2         | S1, O += P2 V2     | ..
+//   producer:   copy codes K2, V2, Q | copy K1, V1       | copy K0, V0        | ..
+//   converters:                      | convert K2, Q, V2 | convert K1, V1     | convert K0, V0     | ..
+//   consumers:                                           | S2, exp P2         | S1, O += P2 V2     | ..
 #pragma once
+
+#include <cuda_bf16.h>
 
 #include <cstdint>
 
@@ -14,6 +17,7 @@
 #include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
+#include "tile/vec.cuh"
 
 namespace flash::flash_attn {
 
@@ -21,9 +25,11 @@ template <typename Config>
 struct Converter {
   static constexpr int kWarps = 4, kHalf = Config::kKeys / 2;
   FwdSm90Shared<Config>& shared;
+  const bool queries_are_bf16;
   const int warp = warp_id() % kWarps;  // 0 and 1 convert K, 2 and 3 V
   RingCursor<Config::kSourceStages> from = {};
   RingCursor<Config::kStages> to = {};
+  RingCursor<Config::kQueryStages> q_at = {};
 
   __device__ void run() {
     for (RingCursor<2> work_at;; work_at.advance()) {
@@ -34,6 +40,7 @@ struct Converter {
       if (lane_id() == 0) shared.work_ring.release(work_at);
       if (entry < 0) return;
       auto& codes = shared.codes;
+      if (warp >= 2) hand_over_queries();
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         if (warp < 2) {
@@ -47,6 +54,29 @@ struct Converter {
   }
 
  private:
+  // Hands a tile of Q to the consumers, of which the warp has half of each one's rows.
+  __device__ void hand_over_queries() {
+    constexpr int kRows = kWarpgroupRows / 2, kChunks = Config::kChannels / 8;
+#pragma unroll 1
+    for (int rank = 0; rank < Config::kConsumers; ++rank) {
+      shared.codes.q_rings[rank].wait_full(q_at);
+      auto& tile = shared.q[q_at.stage][rank];
+      if (queries_are_bf16) {
+#pragma unroll 4
+        for (int i = lane_id(); i < kRows * kChunks; i += 32) {
+          auto* chunk = tile.chunk(warp % 2 * kRows + i / kChunks, i % kChunks);
+          float wide[8];
+          widen(wide, load<8>(reinterpret_cast<const __nv_bfloat16*>(chunk)));
+          store(chunk, narrow<typename Config::T>(wide));
+        }
+        ptx::fence_async_shared();
+      }
+      __syncwarp();
+      if (lane_id() == 0) shared.q_rings[rank].full[q_at.stage].arrive();
+    }
+    q_at.advance();
+  }
+
   // The fence makes what is written visible to wgmma.
   template <typename Codes, typename CodesRing, typename Tile, typename TileRing>
   __device__ void convert(Codes& codes, CodesRing& codes_ring, Tile& tile, TileRing& tile_ring) const {

@@ -242,10 +242,9 @@ struct PagedSource {
             reinterpret_cast<const char*>(start + work.rows.token(row) * p.q.seqlen + work.rows.head(row) * p.q.heads);
       }
       const GatheredRows<typename Shared::OwnRows, kRows> rows(own);
-      auto& ring = shared.q_rings[rank];
-      ring.wait_empty(q_at);
+      shared.q_rings[rank].wait_empty(q_at);
       rows.copy_to(shared.q[q_at.stage][rank], row0, p.problem.head_dim);
-      arrive_when_copied(ring.full[q_at.stage]);
+      arrive_when_copied(shared.source().q_rings[rank].full[q_at.stage]);
     }
     q_at.advance();
   }

@@ -71,7 +71,7 @@ __global__ __launch_bounds__(Config::kThreads,
     Drawer<Config>{args.params, shared}.run();
   } else if constexpr (Config::kCoded) {
     ptx::setmaxnreg_dec<Config::kConverterRegisters>();
-    Converter<Config>{shared}.run();
+    Converter<Config>{shared, args.params.out_dtype == DType::kBFloat16}.run();
   }
   if constexpr (Config::kSharers > 1) {  // a block must not exit while the other may still copy to it or arrive there
     __syncwarp();

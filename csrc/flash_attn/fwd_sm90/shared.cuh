@@ -158,6 +158,8 @@ struct FwdSm90Shared {
     SourceKeys k[Config::kSourceStages];
     SourceValues v[Config::kSourceStages];
     Ring<Config::kSourceStages> k_ring, v_ring;
+    Ring<Config::kQueryStages>
+        q_rings[Config::kConsumers];  // full: copied, but not converted; their empty ones are idle
   };
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
@@ -195,6 +197,7 @@ struct FwdSm90Shared {
     if constexpr (Config::kCoded) {
       codes.k_ring.init(Config::kWriters, Config::kWriters);
       codes.v_ring.init(Config::kWriters, Config::kWriters);
+      for (auto& ring : codes.q_rings) ring.init(1, Config::kWriters);
     }
     // Of the producer, and converters; or drawers.
     constexpr int kOthers = Config::kServing ? 3 + 4 * Config::kCoded : Config::kDropped ? kDrawers : 0;
