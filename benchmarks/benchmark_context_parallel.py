@@ -56,6 +56,7 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn._ops import collectives
 from flash_attn.context_parallel import Plan, cp_attn_func
 from flash_attn.context_parallel._estimate import Machine, Model, Options, memory, step_seconds
+from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
 
 K = 1024
 EIGHT_B = Model()
@@ -561,6 +562,7 @@ def _step_of_model(case, ranks, args):
     on_gpu = device == "cuda"
     model = _decoder(sizes, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
+    loss_of = functools.partial(linear_cross_entropy, chunk_size=Options().loss_chunk)
     plan = Plan(list(case.seqlens), dist.group.WORLD)
     ids = torch.randint(sizes.vocab, (1, total), generator=torch.Generator().manual_seed(0)).to(device)
     if on_gpu:
@@ -574,7 +576,7 @@ def _step_of_model(case, ranks, args):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        loss = model(**batch, cp_plan=plan).loss
+        loss = model(**batch, cp_plan=plan, loss_fn=loss_of).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -48,14 +48,16 @@ class LayerStack(nn.Module):
         if not (self.gradient_checkpointing and torch.is_grad_enabled() and index % how.every_n_layers == 0):
             return layer(*args, mixer_kwargs=mixer_kwargs, **kwargs)
         # With use_reentrant, only tensors among the arguments themselves get a gradient.
-        given, level = mixer_kwargs or {}, invariance.level()
+        given, level, count = mixer_kwargs or {}, invariance.level(), len(args)
         names = [name for name, value in given.items() if isinstance(value, Tensor)]
+        others = {name: value for name, value in given.items() if name not in names}
 
+        # It lives until the backward, and so does what it refers to: none of the inputs, which may be on the host.
         def run(*inputs):
-            tensors = dict(zip(names, inputs[len(args) :]))
+            tensors = dict(zip(names, inputs[count:]))
             # Also where it runs again, in the backward, perhaps after the context of the forward has ended.
             with invariance.at_level(level), layers_in_force():
-                return layer(*inputs[: len(args)], mixer_kwargs=given | tensors, **kwargs)
+                return layer(*inputs[:count], mixer_kwargs=others | tensors, **kwargs)
 
         on_host = save_on_cpu(pin_memory=torch.accelerator.is_available()) if how.offload else contextlib.nullcontext()
         options = how.options

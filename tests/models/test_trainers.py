@@ -7,8 +7,11 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import BertConfig, GPT2Config
 
+from flash_attn.models import _trainers
 from flash_attn.models import bert as berts
 from flash_attn.models.gpt import GPTLMHeadModel, GPTModel
 from flash_attn.models.vit import VisionTransformer
@@ -152,6 +155,26 @@ def test_options_of_checkpointing(options, device):
     torch.testing.assert_close(grads[1], grads[0])
     model.activation_checkpointing_disable()
     assert not model.is_gradient_checkpointing
+
+
+def test_what_is_on_the_host_is_nowhere_else(monkeypatch):
+    """With offload, no input of a layer but that of the first, the embedding, is held from the forward on."""
+    inputs = []
+
+    def copied(x):
+        return x.detach().clone()
+
+    def note(layer, args):
+        inputs.extend(StorageWeakRef(each.untyped_storage()) for each in args)
+
+    monkeypatch.setattr(_trainers, "save_on_cpu", lambda pin_memory: saved_tensors_hooks(copied, copied))
+    model, x = gpt(n_layer=3), ids()
+    model.gradient_checkpointing_enable(offload=True)
+    for layer in model.transformer.layers[1:]:
+        layer.register_forward_pre_hook(note)
+    loss = model(x, labels=x).loss
+    assert len(inputs) == 4 and all(each.expired() for each in inputs)
+    loss.backward()
 
 
 def test_compiled_with_checkpoints():
