@@ -44,6 +44,7 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "gather": ("this library, gathered keys", "#000000", "o", ""),
     "ulysses": ("this library, exchanged heads", "#666666", "s", "xx"),
     "gather silent": ("this library, gathered keys without transfers", "#999999", "p", ".."),
+    "FSDP2 over cp": ("this library, with FSDP", "#000000", "o", ""),
     "torch allgather": ("context_parallel of PyTorch", "#0072b2", "^", "//"),
     "ring": ("zigzag ring, on these kernels", "#cc79a7", ">", "++"),
     "torch": ("PyTorch", "#0072b2", "^", "//"),
