@@ -221,8 +221,11 @@ struct BwdConsumer {
       Element* first = first_token<Element>(x, span, work.n_block.head_k) + work.keys.first * x.seqlen + channel;
       return StridedRows<Element>{first, x.seqlen, 0, max(0, span.length - work.keys.first)};
     };
-    if (p.float_dkv) return store_float_rows(sum, rows(float{}), key0, cols - channel, p.adds_dkv);
-    store_rows<T>(sum, rows(T{}), key0, cols - channel);
+    constexpr KeyGradients kType = Config::kKeyGradients;
+    if (kType == KeyGradients::kFloat || (kType == KeyGradients::kEither && p.float_dkv)) {
+      return store_float_rows(sum, rows(float{}), key0, cols - channel, p.adds_dkv);
+    }
+    if constexpr (kType != KeyGradients::kFloat) store_rows<T>(sum, rows(T{}), key0, cols - channel);
   }
 
   // Stores a sum, in fp32 and not scaled, to the split's place in key_sums.

@@ -185,15 +185,23 @@ void run_bwd_main(const BwdSm90Params& p, cudaStream_t stream) {
   launch_bwd_sm90<bwd_sm90_kernel<Config>, Config, BwdSm90Shared<Config>>(params, stream, p.plan.blocks);
 }
 
-// Calls fn(how thread blocks meet, in which order they visit m_blocks) with the policies that a plan needs, as
-// constants. Only plain instances have a choice: there, the code for splits alone costs 2 % of the time.
+// Calls fn(how thread blocks meet, in which order they visit m_blocks, the type of dk and dv) with the policies that a
+// plan needs, as constants. Only plain instances have a choice: there, the code for splits alone costs 2 % of the time,
+// and that for a second type 3 %.
 template <int kHeadDim, Features kFeatures, typename Fn>
-void dispatch_policies(const BwdSm90Plan& plan, Fn&& fn) {
+void dispatch_policies(const BwdSm90Params& p, Fn&& fn) {
+  const BwdSm90Plan& plan = p.plan;
   constexpr Constant<MBlockOrder::kLastFirst> kLastFirst;
-  if (kFeatures != Features::kPlain || plan.splits > 1) return fn(Constant<Meeting::kSplitting>{}, kLastFirst);
+  constexpr Constant<KeyGradients::kRounded> kRounded;
+  if (kFeatures != Features::kPlain || plan.splits > 1 || (plan.waits && p.float_dkv)) {
+    return fn(Constant<Meeting::kSplitting>{}, kLastFirst, Constant<KeyGradients::kEither>{});
+  }
   if constexpr (kFeatures == Features::kPlain) {
-    if (plan.waits) return fn(Constant<Meeting::kWaiting>{}, kLastFirst);
-    const auto freely = [&](auto kMBlockOrder) { fn(Constant<Meeting::kFree>{}, kMBlockOrder); };
+    if (plan.waits) return fn(Constant<Meeting::kWaiting>{}, kLastFirst, kRounded);
+    const auto freely = [&](auto kMBlockOrder) {
+      constexpr Constant<Meeting::kFree> kFree;
+      p.float_dkv ? fn(kFree, kMBlockOrder, Constant<KeyGradients::kFloat>{}) : fn(kFree, kMBlockOrder, kRounded);
+    };
     if constexpr (kHeadDim > 64) {
       dispatch_value<MBlockOrder::kFirstFirst>(plan.m_block_order, freely);
     } else {
@@ -207,8 +215,8 @@ void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   static_assert(kHeadDimV == kHeadDim);
   using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
   run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
-  dispatch_policies<kHeadDim, kFeatures>(p.plan, [&](auto kMeeting, auto kMBlockOrder) {
-    run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, kMeeting, kMBlockOrder>>(p, stream);
+  dispatch_policies<kHeadDim, kFeatures>(p, [&](auto kMeeting, auto kMBlockOrder, auto kKeyGradients) {
+    run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, kMeeting, kMBlockOrder, kKeyGradients>>(p, stream);
   });
   run_bwd_finish({p, p.plan}, stream);
 }

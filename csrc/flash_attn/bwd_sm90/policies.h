@@ -12,6 +12,9 @@ enum class Meeting {
   kSplitting,  // a plan may have them wait, and may split n_blocks among them
 };
 
+// The type of dk and dv: that of the problem, fp32, or whichever the call says.
+enum class KeyGradients { kRounded, kFloat, kEither };
+
 // Who waits at the dQ semaphores of bwd_sm90.
 enum class SemaphoreWaiter {
   kNobody,   // thread blocks do not wait for one another

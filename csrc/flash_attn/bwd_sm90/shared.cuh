@@ -19,7 +19,7 @@
 namespace flash::flash_attn {
 
 template <typename T_, int kHeadDim_, Features kFeatures_, Meeting kMeeting_ = Meeting::kSplitting,
-          MBlockOrder kMBlockOrder_ = MBlockOrder::kLastFirst>
+          MBlockOrder kMBlockOrder_ = MBlockOrder::kLastFirst, KeyGradients kKeyGradients_ = KeyGradients::kEither>
 struct BwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
@@ -32,6 +32,7 @@ struct BwdSm90Config {
 
   static constexpr Meeting kMeeting = kMeeting_;
   static constexpr MBlockOrder kMBlockOrder = kMBlockOrder_;
+  static constexpr KeyGradients kKeyGradients = kKeyGradients_;
   static constexpr WarpgroupSchedule kSchedule = kTile.schedule;
   static constexpr bool kIsPingpong = kSchedule == WarpgroupSchedule::kPingpong;
   static constexpr Swizzle kSwizzle = kMeeting == Meeting::kFree ? Swizzle::kHeads : Swizzle::kHeadsAndEntries;

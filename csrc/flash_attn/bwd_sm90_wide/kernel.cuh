@@ -107,10 +107,17 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
 
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
-  using Config = BwdWideConfig<T, kHeadDim, kFeatures, kHeadDimV>;
-  run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
-  launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(launch_params<Config>(p), stream);
-  run_bwd_finish({p, p.plan}, stream);
+  const auto run = [&](auto kKeyGradients) {
+    using Config = BwdWideConfig<T, kHeadDim, kFeatures, kHeadDimV, kKeyGradients>;
+    run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
+    launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(launch_params<Config>(p), stream);
+    run_bwd_finish({p, p.plan}, stream);
+  };
+  if constexpr (kFeatures == Features::kPlain) {
+    p.float_dkv ? run(Constant<KeyGradients::kFloat>{}) : run(Constant<KeyGradients::kRounded>{});
+  } else {
+    run(Constant<KeyGradients::kEither>{});
+  }
 }
 
 }  // namespace flash::flash_attn

@@ -18,7 +18,7 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_, Features kFeatures_, int kHeadDimV_>
+template <typename T_, int kHeadDim_, Features kFeatures_, int kHeadDimV_, KeyGradients kKeyGradients_>
 struct BwdWideConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
@@ -28,6 +28,7 @@ struct BwdWideConfig {
 
   static constexpr Meeting kMeeting = Meeting::kSplitting;
   static constexpr MBlockOrder kMBlockOrder = MBlockOrder::kLastFirst;
+  static constexpr KeyGradients kKeyGradients = kKeyGradients_;
   static constexpr Swizzle kSwizzle = Swizzle::kHeads;
   static constexpr RangeSource kRanges = !takes_ranges(kFeatures) ? RangeSource::kNone
                                          : kHeadDim < 256         ? RangeSource::kSharedMemory
