@@ -164,6 +164,7 @@ BATCHES = [
         rows=(5, 5, 5), keys=(300, -1, 150), head_dim=64, dtype=BF16, options=dict(causal=True, window_size=(170, 0))
     ),
     Batch(rows=(5, 20, 9), keys=(300, 257, 9), varlen=True, page=8, level=2, options=dict(causal=True)),
+    Batch(rows=(1, 20), keys=(4300, 130), heads=8, varlen=True, level=2, options=dict(causal=True)),
     Batch(
         rows=(1, 26, 1, 9),
         keys=(200, 333, 70, 9),

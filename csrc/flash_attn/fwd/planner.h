@@ -345,7 +345,7 @@ inline int64_t size_of_totals(const FixedPieces& pieces, int blocks, int rows, i
 // Whether instances for codes take a problem of serving. Each tile of rows converts its keys anew: with more rows an
 // entry, on average, it is faster to convert all keys once.
 inline bool suits_coded_serving(const Problem& p) {
-  constexpr int kMostRows = 8192;
+  constexpr int kMostRows = 3072;
   const HeadDims built = ServingKernel::head_dims(p);
   const int64_t rows = int64_t{p.seqlen_q} * (p.heads / p.heads_k) / (p.cu_seqlens_q ? std::max(p.batch, 1) : 1);
   return rows <= kMostRows && (built == HeadDims{64, 64} || built == HeadDims{128, 128});

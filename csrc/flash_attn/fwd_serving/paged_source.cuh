@@ -14,7 +14,7 @@
 //   end of an entry are not looked up, and what their unused slots hold does not matter.
 //
 // wgmma reads shared memory through the async proxy, so consumers need a fence for what cp.async has written
-// (Consumer::wait_full).
+// (Consumer::wait_full), but not where converters stand between.
 #pragma once
 
 #include <cstdint>

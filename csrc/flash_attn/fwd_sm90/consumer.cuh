@@ -116,11 +116,11 @@ struct Consumer {
         softmax(score_scale_log2<Config::kFeatures>(launch.params.problem)) {}
 
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
-  // Waits for a tile. What cp.async has written must be fenced before wgmma reads it.
+  // Waits for a tile. What cp.async has written must be fenced before wgmma reads it; converters have done so.
   template <int kStages>
   __device__ static void wait_full(const Ring<kStages>& ring, const RingCursor<kStages>& at) {
     ring.wait_full(at);
-    if constexpr (Config::kServing) ptx::fence_async_shared();
+    if constexpr (Config::kServing && !Config::kCoded) ptx::fence_async_shared();
   }
   // A stage of K or V. Where blocks share it, one thread for each of them arrives there.
   template <int kStages>
@@ -391,6 +391,7 @@ struct Consumer {
     const auto [first, last] = n_blocks.all;
     const auto& unmasked = n_blocks.unmasked;
     int piece = first_of_piece(last);
+    if (Config::kSkips && rank > 0 && work.rows.count <= kWarpgroupRows * rank) return skip(n_blocks);
     for (int n = last - 1; n >= first;) {
       if (Config::kFolds && n < piece) {
         step_to_next_piece(s, work, n, n == first, !unmasked.covers(n));
@@ -408,6 +409,25 @@ struct Consumer {
     }
     if (Config::kQueryStages > 1) release_queries();
     q_at.advance();
+  }
+
+  // The same for a warpgroup that has no rows, in tiles of few: it takes its turns, and releases what it does not read,
+  // when all of its warps have come by.
+  __device__ void skip(const NBlocks& n_blocks) {
+    const auto [first, last] = n_blocks.all;
+    if (Config::kQueryStages > 1 || first < last) release_queries();
+    q_at.advance();
+    int piece = first_of_piece(last);
+#pragma unroll 1
+    for (int n = last - 1; n >= first; --n) {
+      if (n < piece) order.wait(), order.pass_on(), piece = first_of_piece(n);
+      shared.v_ring.wait_full(v_at);
+      shared.k_ring.wait_full(k_at);
+      order.wait();
+      release(shared.v_ring, v_at);
+      release_keys();
+      order.pass_on();
+    }
   }
 
   // Waits for the last block of V that the tile visits, and zeroes its values before the first key that some row sees.

@@ -81,6 +81,8 @@ struct FwdSm90Config {
   // The source's stages of keys and values, in units of 16 bits: those that consumers read, or codes, two in a unit.
   static constexpr int kUnit = kCoded ? 2 : 1;
   static constexpr int kSourceStages = kCoded ? coded_serving_stages(kHeadDim, kTile) : kStages;
+  // Whether a consumer without rows skips the mainloop.
+  static constexpr bool kSkips = kCoded && kConsumers > 1;
   // Whether a thread block may fold pieces of fixed length, and whether shared memory has room for their total.
   static constexpr bool kFolds = kServing || kKind == FwdSm90Kind::kInvariant;
   static constexpr int kTileBytes = 2 * (kStages * kKeys * (kChannels + kChannelsV) + kQueryStages * kRows * kChannels +
@@ -89,20 +91,22 @@ struct FwdSm90Config {
   static constexpr int kWriters = kServing ? 2 : 1;  // how many warps copy, or convert, a part of a tile each
   // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
   // producer does not need to the consumers: 2 * 232 + 40 = 2 * 208 + 88 = 3 * 168, 3 * 160 + 32 = 4 * 128, with
-  // drawers 2 * 208 + 40 + 56 = 4 * 128, with converters 2 * 208 + 56 + 40. With one consumer there are enough, except
-  // beside converters: 240 + 88 + 168.
+  // drawers 2 * 208 + 40 + 56 = 4 * 128, with converters 2 * 192 + 56 + 72 or, where scores take more, 2 * 208 + 56
+  // + 40. With one consumer there are enough, except beside converters: 240 + 88 + 168.
   static constexpr bool kMovesRegisters = kConsumers > 1 || kCoded;
   static constexpr int kProducerRegisters = kCoded && kConsumers == 2 ? 56
                                             : kServing                ? 88
                                             : kSharers > 1            ? 56
                                             : kConsumers == 2         ? 40
                                                                       : 32;
-  static constexpr int kDrawerRegisters = 56, kConverterRegisters = kConsumers == 2 ? 40 : 168;
-  static constexpr int kConsumerRegisters = kCoded && kConsumers == 1 ? 240
-                                            : kServing || kDropped    ? 208
-                                            : kSharers > 1            ? 224
-                                            : kConsumers == 2         ? 232
-                                                                      : 160;
+  static constexpr int kDrawerRegisters = 56, kConverterRegisters = kConsumers == 1 ? 168 : kPlain ? 72 : 40;
+  static constexpr int kConsumerRegisters = kCoded                 ? (kConsumers == 1 ? 240
+                                                                      : kPlain        ? 192
+                                                                                      : 208)
+                                            : kServing || kDropped ? 208
+                                            : kSharers > 1         ? 224
+                                            : kConsumers == 2      ? 232
+                                                                   : 160;
   // How many of a lane's two rows are exponentiated before the wait for P V. What comes after it overlaps with
   // rescaling O and packing P, and with products of the other warpgroups. Where everything does, dense calls without
   // features take up to 7 % fewer cycles, but not with more than 128 keys or 192 channels, or 128 rows of 64 channels.
