@@ -260,7 +260,7 @@ struct Consumer {
   // block n.
   //
   // The wait for K(n - 1) is a branch, and the compiler hoists the wait for a product up to the branch before it. So
-  // this one stands between the exponentials, of which the first part then overlaps with P V. O is rescaled at the end:
+  // this one stands just before the wait for P V, behind all that is to overlap with that. O is rescaled at the end:
   // between the two products, that would delay the second. Keeping Q in registers gains hardly anything.
   template <bool kMasked>
   __device__ void step(const Work& work, int n_block, bool is_last) {
