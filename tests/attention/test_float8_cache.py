@@ -158,7 +158,7 @@ BATCHES = [
     Batch(rows=(33, 2, 20), form="tokens", options=dict(key_ranges=ranges(55, 4, 70), causal=True)),
     Batch(rows=(9, 2, 7), varlen=True, options=dict(attn_bias=BIAS, seqused_q=torch.tensor([7, 2, 0]).int())),
     Batch(rows=(65, 1, 2), keys=(130, 1, 64), varlen=True, options=dict(causal=True, attention_chunk=48)),
-    Batch(rows=(41, 1, 4), varlen=True, level=1, page=3, options=dict(causal=True)),
+    Batch(rows=(41, 1, 4), varlen=True, level=1, page=3, dtype=BF16, options=dict(causal=True)),
     Batch(rows=(1, 3, 1), packed=True, level=2, dtype=BF16, options=dict(causal=True, num_splits=2)),
     Batch(
         rows=(5, 5, 5), keys=(300, -1, 150), head_dim=64, dtype=BF16, options=dict(causal=True, window_size=(170, 0))
@@ -173,7 +173,13 @@ BATCHES = [
         dtype=BF16,
         options=dict(causal=True, num_splits=2),
     ),
-    Batch(rows=(40, 1, 3), keys=(300, 400, 3), varlen=True, options=dict(causal=True, softcap=5.0, num_splits=3)),
+    Batch(
+        rows=(40, 1, 3),
+        keys=(300, 400, 3),
+        varlen=True,
+        dtype=BF16,
+        options=dict(causal=True, softcap=5.0, num_splits=3),
+    ),
     Batch(rows=(12, 12, 12), keys=(900, 9, 1500), options=dict(causal=True)),
     Batch(
         rows=(125, 1, 3),
@@ -181,6 +187,7 @@ BATCHES = [
         varlen=True,
         spare=20,
         head_dim=64,
+        dtype=BF16,
         options=dict(causal=True, max_seqlen_k=100),  # a bound that does not hold
     ),
 ]

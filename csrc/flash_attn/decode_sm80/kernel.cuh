@@ -3,7 +3,8 @@
 // rows, those of the heads that have the same key head, and divide the keys among themselves.
 //
 // Each warp is a pipeline of its own: it takes every num_warps-th n_block of 16 keys, keeps kStages of them in flight
-// to its own ring of stages in shared memory (cp.async), and synchronizes with no other warp. Q and O are in registers.
+// to its own ring of stages in shared memory (cp.async), and synchronizes with no other warp. Q and O are in registers,
+// but Q of a call over codes in shared memory.
 // In the end the warps merge their results through shared memory, and thread blocks with other splits of the keys
 // through global memory: the last to arrive merges in the order of the splits, so that the result does not depend on
 // which is last (merge.cuh). The kernel can also append new keys and values to the cache (append.cuh).
@@ -168,6 +169,7 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps,
 template <typename Config>
 void launch_decode(const typename Config::Params& p, cudaStream_t stream) {
   static_assert(sizeof(FreshRows<Config>) == decode_fresh_bytes(Config::kHeadDim));
+  static_assert(Config::kAppends || AppendStep<Config>::kSharedBytes <= 4096, "which decode_warps leaves");
   const int ring_bytes = static_cast<int>(p.plan.warps * sizeof(DecodeRing<Config>));
   const LaunchShape shape{.grid = dim3(p.plan.tiling.tiles.value * p.plan.splits.count),
                           .block = dim3(32 * p.plan.warps),

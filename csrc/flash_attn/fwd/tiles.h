@@ -111,7 +111,8 @@ constexpr int kDecodeRows = 16;
 constexpr int kDecodeKeys = 16;  // of a chunk
 constexpr int kMaxDecodeWarps = 8;
 
-// How many chunks of K and V a warp has in flight: 24 KB, so that eight warps hide the latency of DRAM.
+// How many chunks of K and V a warp has in flight: 24 KB, so that eight warps hide the latency of DRAM. Over codes, 16
+// warps of two thread blocks have half as many bytes each.
 constexpr int decode_stages(int head_dim) { return std::max(2, 384 / head_dim); }
 constexpr int decode_bytes_per_warp(int head_dim) {
   const int slices = channel_slices(head_dim), stages = decode_stages(head_dim / slices);
