@@ -81,8 +81,8 @@ struct FwdSm90Config {
   // The source's stages of keys and values, in units of 16 bits: those that consumers read, or codes, two in a unit.
   static constexpr int kUnit = kCoded ? 2 : 1;
   static constexpr int kSourceStages = kCoded ? coded_serving_stages(kHeadDim, kTile) : kStages;
-  // Whether a consumer without rows skips the mainloop.
-  static constexpr bool kSkips = kCoded && kConsumers > 1;
+  // Whether a consumer without rows skips the mainloop. In a cluster, each thread block waits for scores of the other.
+  static constexpr bool kSkips = kServing && kConsumers > 1 && kClusterSize == 1;
   // Whether a thread block may fold pieces of fixed length, and whether shared memory has room for their total.
   static constexpr bool kFolds = kServing || kKind == FwdSm90Kind::kInvariant;
   static constexpr int kTileBytes = 2 * (kStages * kKeys * (kChannels + kChannelsV) + kQueryStages * kRows * kChannels +
