@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 
+import interpreters
 import pytest
 
 pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools >= 77")
@@ -179,7 +180,7 @@ def test_import_lines(installed):
     code += "import flash_attn_interface, flash_attn.cute\n"
     code += f"assert flash_attn_interface.__file__.startswith({str(installed)!r}), flash_attn_interface\n"
     code += f"assert flash_attn.cute.__file__.startswith({str(installed)!r}), flash_attn.cute"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    interpreters.run(code)
 
 
 def test_transformers_finds_them(installed):
@@ -188,12 +189,12 @@ def test_transformers_finds_them(installed):
     if 4 not in getattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}):
         pytest.skip("this transformers looks for packages in another way")
     code = f"{WITHOUT_SOURCES}sys.path.append({str(installed)!r})\n{TRANSFORMERS}"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    interpreters.run(code)
 
 
 def test_flash_attn_does_without_them():
     """Its own import looks for none of these names, and whoever uninstalls them loses nothing else."""
-    subprocess.run([sys.executable, "-c", f"{UNINSTALLED}import flash_attn"], check=True)
+    interpreters.run(f"{UNINSTALLED}import flash_attn")
 
 
 def test_the_original_takes_the_place_of_the_stand_in(wheels, tmp_path):
