@@ -74,6 +74,11 @@ def new_process(target, *args):
     return context.Process(target=target, args=args, daemon=True)
 
 
+def compiled_on_first(group, function, **options):
+    """The function compiled on rank 0, whose peers call it as it is: what is sent must be the same."""
+    return torch.compile(function, **options) if dist.get_rank(group) == 0 else function
+
+
 def half_of(group):
     """The group of the first half of the processes, or of the second, whichever has this one."""
     ranks = torch.arange(dist.get_world_size(group)).chunk(2)
