@@ -35,6 +35,7 @@ _PRELOADED = [
     "lightning",
     "families",
     "src.engines",
+    "src.tasks.seq",
 ]
 _GROUPS = {}  # (world, backend): the group in use
 
