@@ -45,8 +45,8 @@ _lock = threading.Lock()
 def run(code, **environment):
     """Run `code`, with these variables of the environment besides, as subprocess.run([sys.executable, "-c", code]).
 
-    Returns its subprocess.CompletedProcess, with what it printed as text. Raises AssertionError, with what it printed
-    to stderr, if it fails.
+    Returns its subprocess.CompletedProcess, with what it printed as text. Raises AssertionError if it fails, with its
+    exit status and what it printed to stderr.
     """
     with _lock, tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as error:
         if not _servers:
@@ -58,5 +58,5 @@ def run(code, **environment):
         server.stdin.flush()
         status = int(server.stdout.readline())
         done = subprocess.CompletedProcess(code, status, out.read(), error.read())
-    assert status == 0, done.stderr
+    assert status == 0, f"exit status {status}\n{done.stderr}"
     return done

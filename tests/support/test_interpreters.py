@@ -15,8 +15,8 @@ def test_each_call_has_a_process_of_its_own():
     ("code", "says"),
     [
         ("raise ValueError('wrong')", "ValueError: wrong"),
-        ("import sys; sys.exit(3)", ""),
-        ("import os; os.kill(os.getpid(), 9)", ""),
+        ("import sys; sys.exit(3)", "exit status 3"),
+        ("import os; os.kill(os.getpid(), 9)", "exit status -9"),
     ],
 )
 def test_failures_are_raised(code, says):
