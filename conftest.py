@@ -24,6 +24,7 @@ import torch
 
 from flash_attn import _library
 
+LOGS = pytest.StashKey[object]()  # the plugin of pytest that catches them
 EMULATOR = pytest.StashKey[ctypes.CDLL]()  # the library of kernels that --emulate has loaded
 
 
@@ -55,6 +56,25 @@ def pytest_configure(config):
         path = str(build(patterns.split(",")))
         torch.ops.load_library(path)
         config.stash[EMULATOR] = ctypes.CDLL(path)
+
+
+def pytest_sessionstart(session):
+    """Logs are caught for tests that look at them, alone: pytest gives each of the hundred loggers of torch and
+    transformers two handlers in each phase of a test, which takes longer than many a test."""
+    plugins = session.config.pluginmanager
+    session.config.stash[LOGS] = plugins.unregister(name="logging-plugin")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    if "caplog" not in item.fixturenames:
+        return (yield)
+    plugins, logs = item.config.pluginmanager, item.config.stash[LOGS]
+    plugins.register(logs, "logging-plugin")
+    try:
+        return (yield)
+    finally:
+        plugins.unregister(logs)
 
 
 def _end_at_once():

@@ -3,9 +3,8 @@
 import importlib.metadata
 import importlib.util
 import inspect
-import subprocess
-import sys
 
+import interpreters
 import oracle
 import pytest
 import torch
@@ -153,7 +152,7 @@ def test_another_distribution_may_add_subpackages(tmp_path):
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("here = True")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_attn.cute; assert flash_attn.cute.here"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    interpreters.run(code)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,7 +349,7 @@ def test_errors_for_names_of_other_modules_say_where_they_are(module, name, home
 def test_submodules_are_still_found():
     """Python asks the package for the name before it looks for a module of that name."""
     code = "from flash_attn import bert_padding; from flash_attn.ops import activations, triton"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    interpreters.run(code)
 
 
 def test_flash_attn_gpu_has_the_same_functions():

@@ -1,9 +1,8 @@
 """What torch.utils.flop_counter counts: the products of the same computation in torch's own operations."""
 
 import functools
-import subprocess
-import sys
 
+import interpreters
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,4 +279,4 @@ assert {"flash_attn.fwd", "flash_attn.bwd_reference", "flash_attn.fused_dense_fw
 
 def test_the_counter_is_not_imported_with_the_package():
     """It takes time, and imports Triton. Formulas are registered once it is; and of ops that are defined later."""
-    subprocess.run([sys.executable, "-c", LATER], check=True)
+    interpreters.run(LATER)

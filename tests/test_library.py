@@ -2,10 +2,9 @@
 
 import importlib
 import pathlib
-import subprocess
-import sys
 import warnings
 
+import interpreters
 import pytest
 import torch
 
@@ -131,8 +130,7 @@ def test_the_installation_is_on_the_path_of_the_sources(tmp_path):
     (site / "__init__.py").touch()
     (site / "_kernels.so").write_bytes(TODAY)
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import flash_attn; print(flash_attn.__path__[-1])"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert run.stdout.strip() == str(site)
+    assert interpreters.run(code).stdout.strip() == str(site)
 
 
 @pytest.mark.parametrize(
@@ -370,6 +368,4 @@ assert has_lock() == before, "importing flash_attn has switched the global lock 
 
 def test_first_calls_in_threads():
     """Threads may make the first calls at once, also in a Python without a global lock, which stays without it."""
-    command = [sys.executable, "-W", "ignore", "-c", _FIRST_CALLS_IN_THREADS]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    interpreters.run(_FIRST_CALLS_IN_THREADS)

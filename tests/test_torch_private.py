@@ -1,9 +1,9 @@
 """What the package does in a torch that has lost a private name which it uses."""
 
 import importlib.util
-import subprocess
 import sys
 
+import interpreters
 import pytest
 import torch
 from torch.profiler import ProfilerActivity
@@ -267,4 +267,4 @@ from flash_attn import __main__, _library
 assert _library._torch_private is module and module.functorch_is_active()
 sys.exit(__main__.main(["--device", "cpu"]))
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    interpreters.run(code)

@@ -115,6 +115,7 @@ def test_shares_of_rows_that_see_nothing(rows, seen_by, head_dim, deterministic,
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("head_dim, varlen, deterministic", [(64, True, False), (128, False, True), (192, True, True)])
+@pytest.mark.same_on_cpu("head_dim", "deterministic")
 def test_first_keys_that_all_rows_see(head_dim, varlen, deterministic, own, device, monkeypatch):
     """The block of the first keys is divided among thread blocks, others are not.
 

@@ -78,6 +78,8 @@ def test_compiles_to_one_graph(name, dynamic, device):
 @pytest.mark.parametrize("name", ["func", *(pytest.param(name, marks=pytest.mark.cuda) for name in GRAPH_CALLS[1:])])
 def test_compiles_with_inductor(name, device):
     function, tensors = graph_calls(device)[name]
+    if device.type == "cpu":  # where casts to float32, and back, would have a compiler of C++ run for many seconds
+        tensors = [x.float() for x in tensors]
     compiled = torch.compile(function, fullgraph=True)
     assert_same_but_for_rounding(differentiate(compiled, tensors), differentiate(function, tensors))
 

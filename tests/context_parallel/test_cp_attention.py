@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cases import cover
 from compare import assert_error_ratio, unavoidable
 from oracle import attention
-from processes import ON_GPUS, over_processes
+from processes import ON_GPUS, compiled_on_first, over_processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flash_attn import flash_attn_func
@@ -344,11 +344,6 @@ def check_dropout(group):
     torch.manual_seed(5)
     kept = plan.unshard(cp_attn_func(q, q, same, dropout_p=0.4, plan=plan)).flatten(0, 1)[..., 0]
     assert len({tuple(column.tolist()) for column in kept.t()}) == 4  # heads on different ranks drop different keys
-
-
-def compiled_on_first(group, function, **options):
-    """The function compiled on rank 0, whose peers call it as it is: what is sent must be the same."""
-    return torch.compile(function, **options) if dist.get_rank(group) == 0 else function
 
 
 def check_compiled(group):

@@ -3,6 +3,7 @@
 import inspect
 import math
 
+import interpreters
 import oracle
 import pytest
 import torch
@@ -645,9 +646,6 @@ def test_ops_and_functions_compile(device):
 
 def test_ops_of_the_original_stay(device):
     """Where its library is loaded before, importing the names here defines nothing."""
-    import subprocess
-    import sys
-
     code = """
 import torch
 library = torch.library.Library("flash_attn_3", "DEF")
@@ -657,7 +655,7 @@ import flash_attn_interface
 assert torch.ops.flash_attn_3.fwd(torch.ones(1)) == 2
 assert hasattr(torch.ops.flash_attn_3, "bwd")
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    interpreters.run(code)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 
+import interpreters
 import oracle
 import pytest
 import stand_in_vllm
@@ -497,7 +498,7 @@ assert flash_attn is not stub and flash_attn.flash_attn_varlen_func and flash_at
 del sys.modules["flash_attn.cute"]
 assert importlib.import_module("flash_attn.cute").whose == "vLLM"
 """
-    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}"], check=True)
+    interpreters.run(f"import sys; sys.path[:0] = {sys.path!r}\n{code}")
 
 
 def test_another_flash_attn(monkeypatch):

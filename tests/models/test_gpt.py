@@ -753,26 +753,27 @@ def test_padding_changes_nothing(name, device):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 3])
-def test_masks_that_are_refused(wrong, device):
+def test_masks_that_are_refused(device):
     """An error where they can be read without waiting for a device; there, NaN."""
-    model = GPTLMHeadModel(config_of(), device=device)
+    model = GPTLMHeadModel(config_of(n_layer=1), device=device)
+    compiled = torch.compile(model, backend="eager", fullgraph=True) if device.type == "cpu" else model
     x = ids(device=device)
-    mask = torch.ones_like(x)
-    mask[1, 4] = wrong
-    if device.type == "cpu":
-        says = rf"1 for the tokens of a row and 0 before and after them, found \[1, 1, 1, 1, {wrong}, 1, .*\] in row 1"
-        with pytest.raises(ValueError, match=says):
-            model(x, attention_mask=mask)
-        model = torch.compile(model, backend="eager", fullgraph=True)
-    logits = model(x, attention_mask=mask).logits
-    assert logits[0].isfinite().all() and logits[1].isnan().all()
+    for wrong in (0, -1, 3):
+        mask = torch.ones_like(x)
+        mask[1, 4] = wrong
+        if device.type == "cpu":
+            says = rf"1 for the tokens of a row and 0 before and after them, found \[1, 1, 1, 1, {wrong}, .*\] in row 1"
+            with pytest.raises(ValueError, match=says):
+                model(x, attention_mask=mask)
+        logits = compiled(x, attention_mask=mask).logits
+        assert logits[0].isfinite().all() and logits[1].isnan().all()
 
 
 @pytest.mark.parametrize("is_learned", [False, True])
 def test_positions_of_several_sequences_in_a_row(is_learned, device):
     """Which a model would take for one: an error, or where they cannot be read, NaN."""
-    model, x = GPTLMHeadModel(config_of(**{} if is_learned else LLAMA), device=device), ids(device=device)
+    config = config_of(**{} if is_learned else LLAMA, n_layer=1)
+    model, x = GPTLMHeadModel(config, device=device), ids(device=device)
     expected, positions = model(x).logits, torch.arange(12, device=device)
     for given in (positions, positions + 3, positions.expand(2, -1)):
         assert torch.equal(model(x, position_ids=given).logits, expected) or (is_learned and given[..., 0].any())
@@ -788,7 +789,8 @@ def test_positions_of_several_sequences_in_a_row(is_learned, device):
         with pytest.raises(ValueError, match=says):
             model(x, position_ids=packed)
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
-    logits = model(x, position_ids=packed).logits
+    with torch.no_grad():  # which leaves the graph without a backward
+        logits = model(x, position_ids=packed).logits
     assert logits[0].isfinite().all() and logits[1].isnan().all()
 
 
@@ -810,7 +812,7 @@ def test_masks_that_do_not_fit(device):
     ],
 )  # a llama is what has heads with norms, without these
 def test_compiled_training(name, device):
-    """The whole model and its loss as one graph."""
+    """The whole model and its loss as one graph; and the logits alone, of one model."""
     layers = 2 if name == "heads with norms" or device.type == "cuda" else 1
     model = GPTLMHeadModel(config_of(**VARIANTS[name], **FUSED, n_layer=layers), device=device)
     x = ids(device=device)
@@ -819,8 +821,8 @@ def test_compiled_training(name, device):
         model.zero_grad()
         loss = function(x, labels=x).loss
         loss.backward()
-        logits = function(x).logits
-        results.append((loss.detach(), logits.detach(), [p.grad.clone() for p in model.parameters()]))
+        logits = [function(x).logits.detach()] if name == "gpt2" else []
+        results.append((loss.detach(), logits, [p.grad.clone() for p in model.parameters()]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 

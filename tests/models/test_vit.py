@@ -636,7 +636,7 @@ def test_signatures(name):
 
 @pytest.mark.parametrize("variant", ["plain", pytest.param("flash", marks=pytest.mark.slow), "fused"])
 def test_compiles_whole(variant):
-    model = model_of(**VARIANTS[variant] | (dict(depth=1) if variant == "plain" else {}))
+    model = model_of(**VARIANTS[variant], depth=1)
     x = images(model)
     results = []
     for function in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):

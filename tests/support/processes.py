@@ -1,11 +1,15 @@
 """Processes that form a group of torch.distributed, for tests of what runs in parallel.
 
-The processes of a group stay for the next test, because starting them takes longer than most tests.
+The processes of a group stay for the next test, because starting them takes longer than most tests. Between two calls
+those of gloo are stopped: each group of theirs has threads that wake a hundred times in a second.
 """
 
+import atexit
 import multiprocessing
 import multiprocessing.connection
+import os
 import pathlib
+import signal
 import sys
 import tempfile
 import traceback
@@ -31,6 +35,7 @@ _PRELOADED = [
     "lightning",
     "families",
     "src.engines",
+    "src.tasks.seq",
 ]
 _GROUPS = {}  # (world, backend): the group in use
 
@@ -55,6 +60,9 @@ def stop_all():
         _GROUPS.popitem()[1].stop()
 
 
+atexit.register(stop_all)  # before multiprocessing asks them to end, which those that are stopped do not hear
+
+
 def new_process(target, *args):
     """A process that calls target(*args) once it is started, and has torch from its start, as those of a group.
 
@@ -67,6 +75,11 @@ def new_process(target, *args):
     return context.Process(target=target, args=args, daemon=True)
 
 
+def compiled_on_first(group, function, **options):
+    """The function compiled on rank 0, whose peers call it as it is: what is sent must be the same."""
+    return torch.compile(function, **options) if dist.get_rank(group) == 0 else function
+
+
 def half_of(group):
     """The group of the first half of the processes, or of the second, whichever has this one."""
     ranks = torch.arange(dist.get_world_size(group)).chunk(2)
@@ -76,7 +89,7 @@ def half_of(group):
 
 class _Group:
     def __init__(self, world, backend):
-        self.folder = tempfile.TemporaryDirectory()
+        self.backend, self.folder = backend, tempfile.TemporaryDirectory()
         file = pathlib.Path(self.folder.name, "group")
         self.connections, self.processes = [], []
         for rank in range(world):
@@ -88,6 +101,7 @@ class _Group:
             self.processes.append(process)
 
     def call(self, target, args):
+        self._signal("SIGCONT")
         for connection in self.connections:
             connection.send((target, args))
         waiting = list(self.connections)
@@ -99,6 +113,12 @@ class _Group:
             for connection in ready:
                 self._check(self.connections.index(connection))
                 waiting.remove(connection)
+        self._signal("SIGSTOP")
+
+    def _signal(self, name):
+        if self.backend == "gloo" and hasattr(signal, name):
+            for process in self.processes:
+                os.kill(process.pid, getattr(signal, name))
 
     def _check(self, rank):
         """Raise the error that a process reports; or, if another one has ended, say that: its peers notice it first."""

@@ -208,7 +208,7 @@ def test_prompts_of_different_lengths(options, device):
 @pytest.mark.parametrize("options", PADDED_MODELS, ids=str)
 def test_which_graph_is_replayed_for_prompts_of_different_lengths(options, graphs, device):
     """The scores are those without graphs; also in larger caches, and behind prompts of other lengths."""
-    model = Model(device=device, **options).eval()
+    model = Model(layers=1, device=device, **options).eval()
     decode(prompt(4, 9, device), model, 30, cg=True)
     for lengths in (LENGTHS, (2, 6, 6), (6, 6, 6)):
         input_ids, attention_mask = padded_prompts(device, lengths)
@@ -568,7 +568,7 @@ def test_transformers_streamer(device):
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_speculative(options, lookahead, device):
     """With the likeliest tokens it gives what the model alone gives, whatever the draft model."""
-    model = Model(device=device, **options).eval()
+    model = Model(layers=1, device=device, **options).eval()
     input_ids = prompt(1, 6, device)
     expected, scores = greedy(model, input_ids, 20)
     unlike = Model(layers=1, device=device, **options).eval()
@@ -665,7 +665,7 @@ def graphs(monkeypatch, device):
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_which_graph_is_replayed(options, graphs, device):
     """Also behind a larger and a smaller batch, and in caches that have room for more."""
-    model = Model(device=device, **options).eval()
+    model = Model(layers=1, device=device, **options).eval()
     for batch, seqlen, max_length in ((2, 6, 12), (3, 6, 30), (1, 6, 20), (1, 1, 1), (3, 6, 20)):
         input_ids = prompt(batch, seqlen, device)
         expected = decode(input_ids, model, max_length).sequences
@@ -689,7 +689,7 @@ def test_graphs_of_a_model_that_depends_on_the_room_in_its_caches(graphs, device
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_which_graphs_are_replayed_in_speculative_decoding(options, graphs, device):
     """Whatever the draft model, the model itself among them, which then is at two places of the sequence at once."""
-    model = Model(device=device, **options).eval()
+    model = Model(layers=1, device=device, **options).eval()
     unlike = Model(layers=1, device=device, **options).eval()
     sometimes = Sometimes(model)
     sometimes.allocate_inference_cache = model.allocate_inference_cache
