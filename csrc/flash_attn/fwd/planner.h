@@ -148,12 +148,12 @@ inline bool should_evict_keys(const FwdParams& p, int64_t longest_k) {
   return (p.coded ? 1 : 2) * problem.batch * channels * longest_k <= kPassingBytes;
 }
 
-// A thread block has an SM to itself (over codes, two share one, but splits are those of the call in fp16, and so are the
-// bits). Where there are fewer tiles than SMs, the keys are cut into just enough splits to
-// fill the SMs; but not keys that the warps of one thread block take in one round, since merging would only come on
-// top. Where entries may differ in length (ragged), the longest is also cut into pieces of about kPiece keys, so that
-// no thread block takes long: this may halve the time of ragged batches, and costs equal lengths little. Short entries
-// get fewer splits, since a split has at least least_n_blocks n_blocks.
+// A thread block has an SM to itself (over codes, two share one, but splits are those of the call in fp16, and so are
+// the bits). Where there are fewer tiles than SMs, the keys are cut into just enough splits to fill the SMs; but not
+// keys that the warps of one thread block take in one round, since merging would only come on top. Where entries may
+// differ in length (ragged), the longest is also cut into pieces of about kPiece keys, so that no thread block takes
+// long: this may halve the time of ragged batches, and costs equal lengths little. Short entries get fewer splits,
+// since a split has at least least_n_blocks n_blocks.
 //
 // Every split has scratch, with keys or without, because only the device knows the lengths. So there are at most
 // kMostSplitsEach splits for each SM. The longest entry then keeps no SM busy for longer than the whole batch does,
