@@ -40,7 +40,8 @@ def chunked(
             raise TypeError("parameters must be given if module is a function, found None")
         parameters = module.parameters()
     wanted = [each for each in parameters if each.requires_grad]
-    return _Chunked.apply(module, chunks, x, *wanted)
+    x = _Kept.apply(x)
+    return _Chunked.apply(module, chunks, x.grad_fn, x, *wanted)
 
 
 def set_mlp_chunks(model: nn.Module, chunks: int) -> None:
@@ -69,12 +70,27 @@ def set_mlp_chunks(model: nn.Module, chunks: int) -> None:
         vars(layer)["mlp_chunks"] = chunks
 
 
+class _Kept(torch.autograd.Function):
+    """x, saved before the chunks are computed: a checkpoint around them needs only x again, and stops there."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, module, chunks, x, *parameters):
+    def forward(ctx, module, chunks, kept, x, *parameters):
         # Parameters are no saved tensors: those come back as others where hooks or checkpoints keep them.
         ctx.module, ctx.chunks, ctx.parameters = module, chunks, parameters
-        ctx.save_for_backward(x)
+        ctx.kept = kept  # the node of _Kept, which x lacks if it gets no gradient
+        if kept is None:
+            ctx.save_for_backward(x)
         ctx.again = state_of_forward(x)
         parts = [module(part) for part in x.flatten(0, -2).chunk(chunks)]
         out = parts[0].new_empty(*x.shape[:-1], parts[0].shape[-1])  # no view: FSDP2 warns of layers that return one
@@ -84,7 +100,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @autograd.once_differentiable
     def backward(ctx, grad):
-        (x,), parameters = ctx.saved_tensors, ctx.parameters
+        (x,), parameters = (ctx.kept or ctx).saved_tensors, ctx.parameters
         sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in parameters]
         parts = []
         with ctx.again():
@@ -98,4 +114,4 @@ class _Chunked(torch.autograd.Function):
                 for total, each in zip(sums, grads, strict=True):
                     total += each
         totals = [total.to(each.dtype) for total, each in zip(sums, parameters, strict=True)]
-        return None, None, torch.cat(parts).view(x.shape), *totals
+        return None, None, None, torch.cat(parts).view(x.shape), *totals

@@ -80,6 +80,21 @@ def test_chunks_within_a_checkpoint():
         torch.testing.assert_close(found, expected)
 
 
+def test_a_checkpoint_computes_no_chunk():
+    """Each chunk is computed in the forward and once more in the backward, where a checkpoint brings back x alone."""
+    calls, layer, before = [], nn.Linear(8, 8), nn.Linear(8, 8)
+    layer.register_forward_hook(lambda *args: calls.append(1))
+    parameters = [*before.parameters(), *layer.parameters()]
+    x = torch.randn(10, 8)
+    found = gradients(
+        lambda x: checkpoint(lambda x: chunked(layer, before(x).relu(), 5), x, use_reentrant=False), x, parameters
+    )
+    assert len(calls) == 10
+    torch.testing.assert_close(found, gradients(lambda x: layer(before(x).relu()), x, parameters))
+    (grad,) = torch.autograd.grad(chunked(layer, x, 5).sum(), layer.bias)  # x gets no gradient
+    torch.testing.assert_close(grad, torch.full((8,), 10.0))
+
+
 def test_mlps_in_chunks():
     model = nn.ModuleList([Mlp(8, return_residual=True), GatedMlp(8, activation=F.silu), nn.Linear(8, 8)])
     x = torch.randn(2, 7, 8)
