@@ -61,13 +61,14 @@ def pytest_configure(config):
 def pytest_sessionstart(session):
     """Logs are caught for tests that look at them, alone: pytest gives each of the hundred loggers of torch and
     transformers two handlers in each phase of a test, which takes longer than many a test."""
-    plugins = session.config.pluginmanager
-    session.config.stash[LOGS] = plugins.unregister(name="logging-plugin")
+    config = session.config
+    asked = any(config.getoption(name) for name in ("log_level", "log_cli_level", "log_file"))
+    config.stash[LOGS] = None if asked else config.pluginmanager.unregister(name="logging-plugin")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    if "caplog" not in item.fixturenames:
+    if "caplog" not in item.fixturenames or item.config.stash[LOGS] is None:
         return (yield)
     plugins, logs = item.config.pluginmanager, item.config.stash[LOGS]
     plugins.register(logs, "logging-plugin")

@@ -40,6 +40,8 @@ def chunked(
             raise TypeError("parameters must be given if module is a function, found None")
         parameters = module.parameters()
     wanted = [each for each in parameters if each.requires_grad]
+    if torch.compiler.is_compiling():  # graphs have no nodes of autograd to refer to
+        return _Chunked.apply(module, chunks, None, x, *wanted)
     x = _Kept.apply(x)
     return _Chunked.apply(module, chunks, x.grad_fn, x, *wanted)
 

@@ -26,6 +26,7 @@ CASES = {
     "33, not aligned": BASE.but(head_dim=33),
     "strided": BASE.but(head_dim=128, layout="bhsd"),
     "softcap": BASE.but(head_dim=128, softcap=2.0),
+    "softcap of 256": BASE.but(head_dim=256, softcap=2.0),
     "dropout": BASE.but(head_dim=128, dropout_p=0.3),
     "few keys": FEW_KEYS.but(head_dim=128),
     "few keys of 256": FEW_KEYS.but(head_dim=256),
@@ -34,6 +35,9 @@ CASES = {
     "few used": FEW_KEYS.but(batch=2),
     "ranges": BASE.but(batch=1, head_dim=128, causal=False),
     "packed": BASE.but(batch=1, head_dim=64),
+    "packed 64, no mask": BASE.but(batch=1, head_dim=64, causal=False),
+    "packed 96": BASE.but(batch=1, head_dim=96),
+    "packed 128": BASE.but(batch=1, head_dim=128),
     "deterministic": BASE.but(head_dim=128, deterministic=True),
 }
 

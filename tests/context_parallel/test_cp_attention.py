@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cases import cover
 from compare import assert_error_ratio, unavoidable
 from oracle import attention
-from processes import ON_GPUS, compiled_on_first, over_processes
+from processes import ON_GPUS, compiled_on_last, over_processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flash_attn import flash_attn_func
@@ -356,7 +356,7 @@ def check_compiled(group):
         ("ulysses", 1, torch.bfloat16),  # which both ranks have
         ("usp", 1, torch.bfloat16),
     ]:
-        compiled = compiled_on_first(group, attend, fullgraph=True, backend="aot_eager")
+        compiled = compiled_on_last(group, attend, fullgraph=True, backend="aot_eager")
         for seqlens in ([24], [11, 13]):
             ranks = mesh_of(group) if method == "usp" else group
             plan = Plan(seqlens, ranks, method=method, layout="contiguous", granularity=1)
@@ -388,7 +388,7 @@ def check_graphs(group):
     for method in ("gather", "ulysses"):
         torch.compiler.reset()
         frames.clear()
-        compiled = compiled_on_first(group, attend, backend=backend)
+        compiled = compiled_on_last(group, attend, backend=backend)
         counts = []
         for seqlens in ([11, 13], [5, 6, 13], [1, 2, 3, 18], [4] * 6, [2] * 12):
             plan = Plan(seqlens, group, method=method, layout="contiguous", granularity=1)

@@ -95,6 +95,17 @@ def test_a_checkpoint_computes_no_chunk():
     torch.testing.assert_close(grad, torch.full((8,), 10.0))
 
 
+def test_compiled_chunks():
+    layer, x = nn.Linear(8, 8), torch.randn(10, 8)
+
+    def whole(x):
+        return chunked(layer, (x * 2).sin(), 5).cos()
+
+    compiled = torch.compile(whole, backend="aot_eager")
+    expected = gradients(lambda x: layer((x * 2).sin()).cos(), x, layer.parameters())
+    torch.testing.assert_close(gradients(compiled, x, layer.parameters()), expected)
+
+
 def test_mlps_in_chunks():
     model = nn.ModuleList([Mlp(8, return_residual=True), GatedMlp(8, activation=F.silu), nn.Linear(8, 8)])
     x = torch.randn(2, 7, 8)

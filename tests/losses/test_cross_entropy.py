@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import DTYPES, params, sample
 from compare import assert_error_ratio, assert_same_but_for_rounding, identical, narrow_in_triton, unavoidable
-from processes import compiled_on_first, over_processes
+from processes import compiled_on_last, over_processes
 from recorder import Recorder
 from torch.utils.checkpoint import checkpoint
 
@@ -542,7 +542,7 @@ def check_parts(group, cases, precomputed, compiled):
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     function = cross_entropy_loss
     if compiled:
-        function = compiled_on_first(group, function, fullgraph=True, backend="aot_eager")
+        function = compiled_on_last(group, function, fullgraph=True, backend="aot_eager")
     for case in cases:
         logits, labels, dlosses = case.draw("cpu")
         columns = slice(rank * case.vocab // world, (rank + 1) * case.vocab // world)

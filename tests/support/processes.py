@@ -5,6 +5,7 @@ those of gloo are stopped: each group of theirs has threads that wake a hundred 
 """
 
 import atexit
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -75,9 +76,9 @@ def new_process(target, *args):
     return context.Process(target=target, args=args, daemon=True)
 
 
-def compiled_on_first(group, function, **options):
-    """The function compiled on rank 0, whose peers call it as it is: what is sent must be the same."""
-    return torch.compile(function, **options) if dist.get_rank(group) == 0 else function
+def compiled_on_last(group, function, **options):
+    """The function compiled on the last rank, whose peers call it as it is: what is sent must be the same."""
+    return torch.compile(function, **options) if dist.get_rank(group) == dist.get_world_size(group) - 1 else function
 
 
 def half_of(group):
@@ -117,8 +118,13 @@ class _Group:
 
     def _signal(self, name):
         if self.backend == "gloo" and hasattr(signal, name):
-            for process in self.processes:
-                os.kill(process.pid, getattr(signal, name))
+            for rank, process in enumerate(self.processes):
+                try:
+                    os.kill(process.pid, getattr(signal, name))
+                except ProcessLookupError:
+                    process.join(timeout=1)
+                    error = f"process {rank} of {len(self.processes)}: it ended with exit code {process.exitcode}"
+                    raise RuntimeError(error) from None
 
     def _check(self, rank):
         """Raise the error that a process reports; or, if another one has ended, say that: its peers notice it first."""
@@ -143,6 +149,9 @@ class _Group:
 
 def _serve(connection, rank, file, world, backend):
     """Run what the test sends, until it closes the connection."""
+    if sys.platform == "linux":  # a stopped process does not notice that its parent has ended; the kernel does
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     torch.set_num_threads(1)
     warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # old names of collectives
     if backend == "nccl":
