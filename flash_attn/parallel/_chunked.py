@@ -25,7 +25,10 @@ def chunked(
         parameters: the tensors besides x that get gradients; None: those of the module.
 
     Raises:
-        ValueError, TypeError: chunks is not a positive integer; parameters are missing for a function.
+        ValueError, TypeError: chunks is not a positive integer; parameters are missing for a function; x has less than
+            two dimensions; module returns another number of tokens than it gets.
+        RuntimeError: in the backward, if the module then uses none of the parameters, as after
+            `torch.func.functional_call`, which has put others in their place.
 
     Example:
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
@@ -35,6 +38,7 @@ def chunked(
     """
     checks.tensor("x", x)
     chunks = checks.count("chunks", chunks, 1)
+    checks.number("the number of dimensions of x", x.dim(), x.dim() >= 2, "at least 2")
     if parameters is None:
         if not isinstance(module, nn.Module):
             raise TypeError("parameters must be given if module is a function, found None")
@@ -94,7 +98,12 @@ class _Chunked(torch.autograd.Function):
         if kept is None:
             ctx.save_for_backward(x)
         ctx.again = state_of_forward(x)
-        parts = [module(part) for part in x.flatten(0, -2).chunk(chunks)]
+        rows = x.flatten(0, -2).chunk(chunks)
+        parts = [module(part) for part in rows]
+        for given, found in zip(rows, parts, strict=True):
+            if found.shape[:-1] != given.shape[:-1]:
+                expected = f"({given.shape[0]}, any) for x {tuple(given.shape)}"
+                raise ValueError(f"module must return {expected}, found {tuple(found.shape)}")
         out = parts[0].new_empty(*x.shape[:-1], parts[0].shape[-1])  # no view: FSDP2 warns of layers that return one
         torch.cat(parts, out=out.flatten(0, -2))
         return out
@@ -111,9 +120,15 @@ class _Chunked(torch.autograd.Function):
                 with torch.enable_grad():
                     leaf = part.detach().requires_grad_()
                     y = ctx.module(leaf)
-                dx, *grads = torch.autograd.grad(y, [leaf, *parameters], dy, allow_unused=True, materialize_grads=True)
-                parts.append(dx)
+                dx, *grads = torch.autograd.grad(y, [leaf, *parameters], dy, allow_unused=True)
+                if parameters and all(each is None for each in grads):
+                    raise RuntimeError(
+                        "chunked computes the module again in the backward, which now uses none of its parameters: "
+                        "were others in their place in the forward, as with torch.func.functional_call?"
+                    )
+                parts.append(torch.zeros_like(leaf) if dx is None else dx)
                 for total, each in zip(sums, grads, strict=True):
-                    total += each
+                    if each is not None:
+                        total += each
         totals = [total.to(each.dtype) for total, each in zip(sums, parameters, strict=True)]
         return None, None, None, torch.cat(parts).view(x.shape), *totals

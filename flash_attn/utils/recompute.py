@@ -23,7 +23,7 @@ def keep_attention(offload: bool = False) -> tuple[Any, Any]:
 
     In the first, which the forward runs in, results of attention are kept; in the second, they stand for calls of
     attention. Attention is what `flash_attn.flash_attn_func` and its like compute, also under a plan of
-    `flash_attn.context_parallel` with method="gather".
+    `flash_attn.context_parallel`.
 
     Arguments:
         offload: keep them in the memory of the host. Give it by functools.partial(keep_attention, offload=True).

@@ -123,6 +123,17 @@ def test_what_chunks_refuse():
         chunked(torch.relu, torch.ones(3, 2), 2)
     with pytest.raises(ValueError, match="the number of MLPs of model must be at least 1"):
         set_mlp_chunks(nn.Linear(2, 2), 2)
+    with pytest.raises(ValueError, match="the number of dimensions of x must be at least 2, found 1"):
+        chunked(nn.Linear(2, 2), torch.ones(2), 2)
+    for function in (lambda x: x[:1], lambda x: x.sum(-1)):
+        with pytest.raises(ValueError, match=r"module must return \(3, any\) for x \(3, 2\), found \((1, 2|3,)\)"):
+            chunked(function, torch.ones(6, 2), 2, [])
+    whole = nn.Sequential(nn.Linear(2, 2))
+    whole.forward = lambda x: chunked(whole[0], x, 2)
+    others = {name: torch.ones_like(each).requires_grad_() for name, each in whole.named_parameters()}
+    out = torch.func.functional_call(whole, others, (torch.ones(4, 2),))
+    with pytest.raises(RuntimeError, match="uses none of its parameters"):
+        out.sum().backward()
 
 
 # Attention that is not computed again
