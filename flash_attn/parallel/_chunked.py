@@ -113,7 +113,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad):
         (x,), parameters = (ctx.kept or ctx).saved_tensors, ctx.parameters
         sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in parameters]
-        parts = []
+        parts, uses_parameters = [], not parameters
         with ctx.again():
             pairs = zip(*(each.flatten(0, -2).chunk(ctx.chunks) for each in (x, grad)), strict=True)
             for part, dy in pairs:
@@ -121,14 +121,15 @@ class _Chunked(torch.autograd.Function):
                     leaf = part.detach().requires_grad_()
                     y = ctx.module(leaf)
                 dx, *grads = torch.autograd.grad(y, [leaf, *parameters], dy, allow_unused=True)
-                if parameters and all(each is None for each in grads):
-                    raise RuntimeError(
-                        "chunked computes the module again in the backward, which now uses none of its parameters: "
-                        "were others in their place in the forward, as with torch.func.functional_call?"
-                    )
+                uses_parameters |= any(each is not None for each in grads)
                 parts.append(torch.zeros_like(leaf) if dx is None else dx)
                 for total, each in zip(sums, grads, strict=True):
                     if each is not None:
                         total += each
+        if not uses_parameters:
+            raise RuntimeError(
+                "chunked computes the module again in the backward, which now uses none of its parameters: were others "
+                "in their place in the forward, as with torch.func.functional_call?"
+            )
         totals = [total.to(each.dtype) for total, each in zip(sums, parameters, strict=True)]
         return None, None, None, torch.cat(parts).view(x.shape), *totals

@@ -95,6 +95,17 @@ def test_a_checkpoint_computes_no_chunk():
     torch.testing.assert_close(grad, torch.full((8,), 10.0))
 
 
+def test_chunks_that_use_no_parameter():
+    """As where no token of a chunk is for an expert: such chunks add nothing to the gradients of its parameters."""
+    layer, x = nn.Linear(8, 8), torch.arange(-2.0, 2.0).repeat_interleave(3)[:, None].expand(12, 8)
+
+    def some(x):
+        return layer(x) if x[0, 0] >= 0 else x * 2
+
+    (grad,) = torch.autograd.grad(chunked(some, x, 4, layer.parameters()).sum(), layer.bias)
+    torch.testing.assert_close(grad, torch.full((8,), 6.0))
+
+
 def test_compiled_chunks():
     layer, x = nn.Linear(8, 8), torch.randn(10, 8)
 

@@ -32,7 +32,8 @@ struct LaneChunks {
   static constexpr int count(int rows) { return rows / 8 * kHalves * Tile::kPanels; }
   const int row = lane_id() / 4, chunk = lane_id() % 4 + (kHalves == 2 ? row % 2 * 4 : 0);
 
-  // Of the i-th chunk, in bytes, for rows from row0 on, a multiple of 8.
+  // Where the lane's i-th chunk is: how many bytes after the start of the tile. row0, a multiple of 8, is the first of
+  // the rows.
   __device__ int offset(int row0, int i) const {
     const int half = i % kHalves, panel = i / kHalves % Tile::kPanels, rows = i / kHalves / Tile::kPanels * 8;
     return (Tile::offset(row0 + row, chunk) ^ Tile::flip(4 * half)) + Tile::distance(rows, panel);

@@ -162,8 +162,8 @@ struct FwdSm90Shared {
     SourceKeys k[Config::kSourceStages];
     SourceValues v[Config::kSourceStages];
     Ring<Config::kSourceStages> k_ring, v_ring;
-    Ring<Config::kQueryStages>
-        q_rings[Config::kConsumers];  // full: copied, but not converted; their empty ones are idle
+    // Full: copied, but not converted. Their empty barriers are idle: those of FwdSm90Shared::q_rings say when.
+    Ring<Config::kQueryStages> q_rings[Config::kConsumers];
   };
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
