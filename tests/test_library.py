@@ -182,6 +182,7 @@ def test_build_id_has_the_schemas_of_all_ops():
     names = [name for name in names if not is_composite(name)]  # which have no kernels
     schemas = [getattr(torch.ops.flash_attn, name.partition("::")[2]).default._schema for name in names]
     schemas = [schema for schema in schemas if "test_" not in schema.name and not schema.name.endswith("_reference")]
+    schemas = [schema for schema in schemas if schema.name != "flash_attn::set_batch_invariant"]  # the library's own
     assert schemas
     for schema in schemas:
         assert f"{schema.name.partition('::')[2]}(" in strings

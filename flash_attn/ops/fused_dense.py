@@ -22,6 +22,7 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -243,9 +244,10 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns (..., out_features) of an input (..., in_features)."""
-        if fused_dense.is_for_few_rows(input, self.weight):
-            return fused_dense_func(input, self.weight, self.bias)
-        return super().forward(input)
+        weight = self.weight  # read once: a parametrization computes it anew each time
+        if fused_dense.is_for_few_rows(input, weight):
+            return fused_dense_func(input, weight, self.bias)
+        return F.linear(input, weight, self.bias)
 
     def _get_name(self) -> str:
         return "Linear"
@@ -283,10 +285,11 @@ class FusedDense(nn.Linear):
         self, x: Tensor, process_group: ProcessGroup | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """process_group: gather x (..., in_features) along its first dimension from these processes."""
-        if process_group is None and not fusing.is_plain(self.weight):  # such as a quantized weight, which torch knows
-            out = super().forward(x)
+        weight = self.weight  # read once: a parametrization computes it anew each time
+        if process_group is None and not fusing.is_plain(weight):  # such as a quantized weight, which torch knows
+            out = F.linear(x, weight, self.bias)
             return (out, x) if self.return_residual else out
-        return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
+        return fused_dense_func(x, weight, self.bias, self.return_residual, process_group)
 
 
 class _ParallelLinear(nn.Linear):

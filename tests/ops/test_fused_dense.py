@@ -478,6 +478,24 @@ def test_dynamic_quantisation(device):
     assert ("Quantized" in str(found.fc1)) == (not fused_dense_ops.HAS_KERNEL)
 
 
+@pytest.mark.parametrize("cls", [FewRowsLinear, FusedDense])
+def test_weights_are_read_once(cls):
+    """A spectral norm, say, is a step of its power iteration for each time that the weight is read."""
+
+    class Counted(nn.Module):
+        count = 0
+
+        def forward(self, weight):
+            self.count += 1
+            return weight
+
+    layer, counted = cls(8, 8), Counted()
+    nn.utils.parametrize.register_parametrization(layer, "weight", counted)
+    counted.count = 0
+    layer(torch.randn(3, 8))
+    assert counted.count == 1
+
+
 @pytest.mark.parametrize("layer", [Linear, FewRowsLinear])
 @pytest.mark.parametrize("rows", [1, 8, 9])
 def test_linear_is_that_of_torch(rows, layer, device):
